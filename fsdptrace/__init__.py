@@ -1,0 +1,47 @@
+"""fsdptrace: watches PyTorch FSDP2 (``fully_shard``) while it trains and says what went wrong, where and why.
+
+Names are imported when first used: reading traces works where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdptrace._version import __version__
+
+if TYPE_CHECKING:
+    from fsdptrace.adapters.compat import UnsupportedTorch
+    from fsdptrace.checks.base import InvariantViolation, Rule, Violation
+    from fsdptrace.events import Event
+    from fsdptrace.model_map import GroupInfo, ModelMap
+    from fsdptrace.options import Options
+    from fsdptrace.recording import AlreadyRecorded, Recording, record
+    from fsdptrace.steps import Step
+    from fsdptrace.summary import Summary
+
+_PLACES = {
+    "record": "recording", "Recording": "recording", "AlreadyRecorded": "recording", "Options": "options",
+    "Violation": "checks.base", "InvariantViolation": "checks.base", "Rule": "checks.base", "Event": "events",
+    "Step": "steps", "Summary": "summary", "ModelMap": "model_map", "GroupInfo": "model_map",
+    "UnsupportedTorch": "adapters.compat",
+}  # fmt: skip
+
+__all__ = [
+    "AlreadyRecorded", "Event", "GroupInfo", "InvariantViolation", "ModelMap", "Options", "Recording", "Rule", "Step",
+    "Summary", "UnsupportedTorch", "Violation", "__version__", "record",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    place = _PLACES.get(name)
+    if place is None:
+        raise AttributeError(f"module 'fsdptrace' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"fsdptrace.{place}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The only code that knows a private PyTorch name. Everything after it reads events."""

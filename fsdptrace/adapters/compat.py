@@ -1,0 +1,152 @@
+"""Private PyTorch names per release: what is needed, what was found, what is refused.
+
+The surface is the same in torch 2.6.0 to 2.15.0 but for two branches: a unit's param groups (``_fsdp_param_groups``
+since 2.12, one ``_fsdp_param_group`` before) and the reduce-scatter states (a list since 2.12).
+
+Process-wide seams that recording touches, restored when it ends: the global optimizer-step hooks
+(``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``_post_hook``, public).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+TESTED: Final = ((2, 6), (2, 15))
+"""Oldest and newest release that the adapters were written against."""
+
+#: Names of FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py) that are wrapped.
+GROUP_METHODS: Final = (
+    "unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward", "pre_backward", "post_backward",
+    "finalize_backward", "use_training_state", "_backward_prefetch", "_to_sharded", "_to_sharded_post_forward",
+)  # fmt: skip
+#: Names of FSDPState (_fsdp_state.py) that are wrapped.
+STATE_METHODS: Final = ("_pre_backward", "_root_post_backward_final_callback")
+TRAINING_STATE_VALUES: Final = {"FORWARD": 1, "PRE_BACKWARD": 2, "POST_BACKWARD": 3, "IDLE": 4}
+SHARDED_STATE_VALUES: Final = {"SHARDED": 1, "SHARDED_POST_FORWARD": 2, "UNSHARDED": 3}
+
+
+class UnsupportedTorch(RuntimeError):
+    """This PyTorch lacks a name that fsdptrace needs; the message lists all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What :func:`examine` found.
+
+    ``found`` and ``missing`` are names with their place, ``notes`` what differs and how it is met.
+    """
+
+    version: str
+    release: tuple[int, int]
+    found: tuple[str, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def newer(self) -> bool:
+        """Whether the release is newer than any that was looked at."""
+        return self.release > TESTED[1]
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """``(2, 13)`` of ``"2.13.0+cpu"``; ``(0, 0)`` when it cannot be read."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def examine() -> Report:
+    """Looks at the installed PyTorch; imports torch, changes nothing."""
+    import torch
+
+    found: list[str] = []
+    missing: list[str] = []
+    notes: list[str] = []
+
+    def need(place: str, owner: Any, names: tuple[str, ...]) -> None:
+        for name in names:
+            (found if hasattr(owner, name) else missing).append(f"{place}.{name}")
+
+    version = str(torch.__version__)
+    release = release_of(version)
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+        from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError as error:
+        missing.append(f"torch.distributed.fsdp._fully_shard ({error})")
+        return Report(version, release, tuple(found), tuple(missing), tuple(notes))
+    need("FSDPModule", FSDPModule, ("_get_fsdp_state",))
+    need("FSDPParamGroup", FSDPParamGroup, GROUP_METHODS)
+    need("FSDPState", FSDPState, STATE_METHODS)
+    need("torch._C", torch._C, ("_current_graph_task_id",))
+    for place, enum, values in (
+        ("TrainingState", TrainingState, TRAINING_STATE_VALUES),
+        ("ShardedState", ShardedState, SHARDED_STATE_VALUES),
+    ):
+        have = {member.name: member.value for member in enum}
+        (found if have == values else missing).append(f"{place} values {values}" + ("" if have == values else f", have {have}"))
+    if hasattr(FSDPParamGroup, "_reset_iter_state"):
+        notes.append("reset_iter_state is available (2.13 and newer)")
+    if release < (2, 10):
+        notes.append("recomputation is put into the post-forward order again (mended in 2.10, PR #164009)")
+    if release > TESTED[1]:
+        notes.append(f"newer than any release that was looked at (2.{TESTED[1][1]})")
+    return Report(version, release, tuple(found), tuple(missing), tuple(notes))
+
+
+_checked: Report | None = None
+
+
+def require() -> Report:
+    """The :class:`Report` of this PyTorch, looked at once.
+
+    Raises:
+        UnsupportedTorch: a name is missing; nothing has been touched.
+    """
+    global _checked
+    if _checked is None:
+        report = examine()
+        if report.missing:
+            raise UnsupportedTorch(
+                f"fsdptrace cannot record under torch {report.version}: it lacks {', '.join(report.missing)}. "
+                "Run `fsdptrace doctor` for the whole list; torch 2.6 to 2.15 are supported."
+            )
+        _checked = report
+    return _checked
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Param groups of an FSDPState: a list since torch 2.12, at most one before."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return list(groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def last_reduce_scatter_input(comm_ctx: Any) -> Any:
+    """The input buffer of the newest reduce-scatter (a list of states since torch 2.12), or ``None``."""
+    states = getattr(comm_ctx, "reduce_scatter_states", None)
+    state = (states[-1] if states else None) if states is not None else getattr(comm_ctx, "reduce_scatter_state", None)
+    return None if state is None else state.reduce_scatter_input
+
+
+def records_order_in_backward(release: tuple[int, int]) -> bool:
+    """Whether a recomputation appends to the post-forward order (before torch 2.10; PR #164009)."""
+    return release < (2, 10)
+
+
+def default_store() -> Any:
+    """The default c10d store, or ``None`` when no process group is initialised."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError, AttributeError):
+        return None

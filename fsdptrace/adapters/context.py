@@ -1,0 +1,240 @@
+"""What the hooks of one recorded model share, and the opening and closing of its forwards, backwards and steps."""
+
+from __future__ import annotations
+
+import sys
+import time
+from _thread import get_ident
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from fsdptrace import events as ev
+
+clock = time.perf_counter_ns
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Positions in the list that the hooks of one model share (a list: reading an item is the cheapest shared state there is).
+PASS = 0
+TOP = 1  # seq of the open outermost forward or backward, 0 without
+DEPTH = 2  # nesting of units' forwards outside a backward
+RECOMPUTE_DEPTH = 3  # nesting of units' forwards inside a backward
+SOURCE = 4  # first group of the unit whose state hook runs or ran last: the source of explicit prefetches
+BACKWARD_SEQ = 5  # seq of the open backward, 0 without
+FINAL = 6  # 1 while the root's final callback runs
+OUTER_GRAD = 7  # grad mode of the open outermost forward
+STEPPED = 8  # 1 after an optimizer of the model stepped
+BUSY = 9  # 1 when the running step has an event other than snapshots
+OPEN_KIND = 10  # kind and group of a collective that was entered and not left
+OPEN_GROUP = 11
+SIZE = 12
+
+# Positions in a thread's cell.
+PARENT = 0  # seq of the innermost open event of this thread, 0 without
+BASE = 1  # thread and model part of the context
+HOW = 2  # packed how of the prefetch that is running, 0 without
+ISSUER = 3  # its source
+IMPLICIT = 4  # group + 1 whose _backward_prefetch is running, 0 without
+
+
+Handler = Callable[[int, int, int, int, int, int, int, int], None]
+"""``handler(seq, group, context, a, b, c, d, e)``: what a check engine offers per kind."""
+
+
+class Listener(Protocol):
+    """Takes every event once, in order, on the training thread; may raise a violation that stops the run."""
+
+    def handler(self, kind: int) -> Handler:
+        """The function for events of ``kind``."""
+        ...
+
+
+class Owner(Protocol):
+    """What the hooks ask of the recording."""
+
+    def fault(self, error: Exception) -> None:
+        """A fault of the tracer: counted, logged once, recording turns itself off."""
+        ...
+
+    def stop_run(self, error: BaseException) -> bool:
+        """Whether ``error`` is meant to stop the run (a violation under ``raise``)."""
+        ...
+
+    def before_collective(self, model: int) -> None:
+        """With ``flush="collective"``: what is recorded goes to the file now."""
+        ...
+
+    def text(self, text: str) -> int:
+        """Index of ``text`` in the session's table."""
+        ...
+
+    def end_step(self, model: int) -> None:
+        """A step of ``model`` is over."""
+        ...
+
+
+class Cells(dict[int, list[int]]):
+    """The cell of each thread, made when first asked for."""
+
+    def __init__(self, model: int, threads: dict[int, int]) -> None:
+        super().__init__()
+        self._model = model
+        self._threads = threads
+
+    def __missing__(self, ident: int) -> list[int]:
+        thread = self._threads.setdefault(ident, len(self._threads))
+        cell = self[ident] = [0, thread * ev.THREAD_UNIT + self._model * ev.MODEL_UNIT, 0, ev.NONE, 0]
+        return cell
+
+
+class Context:
+    """Shared by all hooks of one recorded model in one process.
+
+    Args:
+        model: number of the model.
+        append: the ring's append.
+        ids: the process's counter of ``seq``.
+        listener: check engine of the model.
+        owner: the recording.
+        threads: thread numbers of the process.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        append: Callable[[tuple[int, ...]], None],
+        ids: count[int],
+        listener: Listener,
+        owner: Owner,
+        threads: dict[int, int],
+    ) -> None:
+        self.model = model
+        self.append = append
+        self.ids = ids
+        self.owner = owner
+        self.shared = [0] * SIZE
+        self.cells = Cells(model, threads)
+        self.on = {kind: listener.handler(kind) for kind in range(1, len(ev.KINDS))}
+        self.backward_t0 = 0
+        self.backward_task = -1
+        self.backward_outer = (0, 0)
+        self.backward_t1 = 0
+        self.backward_last = True
+        self.forward_t0 = 0
+        self.forward_unit = ev.NONE
+        self.forward_seq = 0
+        self.inference = False
+        self.roots: list[Any] = []
+        self.seen_exception = 0
+
+    def emit(
+        self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
+    ) -> None:
+        """Records one event and shows it to the checks; the slow form, for rare kinds."""
+        shared = self.shared
+        context = self.cells[get_ident()][BASE] + (shared[PASS] if pass_ is None else pass_)
+        payload = data + (0,) * (5 - len(data))
+        self.append((kind, seq, t0, t1, group, parent, context, *payload))
+        self.on[kind](seq, group, context, *payload)
+
+    # -- outermost forward ---------------------------------------------------------------------------------------------
+    def open_forward(self, unit: int, t0: int) -> None:
+        """An outermost forward begins outside a backward."""
+        shared = self.shared
+        grad = torch.is_grad_enabled()
+        if grad and shared[STEPPED]:
+            self.owner.end_step(self.model)
+        seq = next(self.ids)
+        shared[TOP] = seq
+        shared[PASS] = ev.PASS_FORWARD
+        shared[OUTER_GRAD] = 1 if grad else 0
+        shared[BUSY] = 1
+        self.forward_seq = seq
+        self.forward_t0 = t0
+        self.forward_unit = unit
+        self.inference = torch.is_inference_mode_enabled()
+
+    def close_forward(self, t1: int) -> None:
+        """The outermost forward is over; its event is recorded."""
+        shared = self.shared
+        shared[TOP] = 0
+        grad = shared[OUTER_GRAD]
+        try:
+            self.emit(
+                ev.FORWARD, self.forward_seq, self.forward_t0, t1, ev.NONE, 0,
+                self.forward_unit, grad, int(self.inference), pass_=ev.PASS_FORWARD,
+            )  # fmt: skip
+        finally:
+            shared[PASS] = ev.PASS_NONE
+            shared[DEPTH] = 0
+            shared[OUTER_GRAD] = 0
+
+    # -- outermost backward --------------------------------------------------------------------------------------------
+    def open_backward(self) -> None:
+        """Called by the first hook that runs in a graph task; does nothing outside one or when one is open."""
+        shared = self.shared
+        task = graph_task_id()
+        if task == -1 or shared[BACKWARD_SEQ]:
+            return
+        self.backward_outer = (shared[PASS], shared[TOP])
+        self.backward_t0 = self.backward_t1 = clock()
+        self.backward_task = task
+        shared[BACKWARD_SEQ] = shared[TOP] = next(self.ids)
+        shared[PASS] = ev.PASS_BACKWARD
+        shared[RECOMPUTE_DEPTH] = 0
+        shared[BUSY] = 1
+
+    def final_callback_done(self, last: bool) -> None:
+        """A root's final callback returned. It ends the backward when it is the last one of the outermost task."""
+        self.backward_t1 = clock()
+        self.backward_last = last
+        if graph_task_id() not in (-1, self.backward_task):
+            return
+        if any(context.post_backward_final_callback_queued for context in self.roots):
+            return
+        self.close_backward()
+
+    def close_backward(self) -> None:
+        """Records the open backward; also called when a forward or a step begins after one that had no end."""
+        shared = self.shared
+        seq = shared[BACKWARD_SEQ]
+        if not seq:
+            return
+        shared[BACKWARD_SEQ] = 0
+        shared[RECOMPUTE_DEPTH] = 0
+        shared[PASS], shared[TOP] = self.backward_outer
+        self.emit(
+            ev.BACKWARD, seq, self.backward_t0, self.backward_t1, ev.NONE, shared[TOP],
+            int(self.backward_last), pass_=ev.PASS_BACKWARD,
+        )  # fmt: skip
+
+    # -- exceptions ----------------------------------------------------------------------------------------------------
+    def note_exception(self, error: BaseException, group: int, unit: int) -> None:
+        """Records ``error`` the first time that it leaves a hook or a module of the model."""
+        if id(error) == self.seen_exception:
+            return
+        self.seen_exception = id(error)
+        self.shared[BUSY] = 1
+        now = clock()
+        kind = type(error)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        self.emit(
+            ev.EXCEPTION, next(self.ids), now, now, group, self.cells[get_ident()][PARENT] or self.shared[TOP],
+            self.owner.text(name), unit,
+        )  # fmt: skip
+
+    def reset(self) -> None:
+        """Forgets whatever was open: recording starts, or an exception left the run half way."""
+        stepped = self.shared[STEPPED]
+        self.shared[:] = [0] * SIZE
+        self.shared[STEPPED] = stepped
+        for cell in self.cells.values():
+            cell[PARENT] = cell[HOW] = cell[IMPLICIT] = 0
+        self.seen_exception = 0
+
+
+def caller_name(depth: int = 2) -> str:
+    """Name of the function that called the wrapper (``depth`` 2 from inside a wrapper's helper)."""
+    return sys._getframe(depth).f_code.co_name

@@ -1,0 +1,327 @@
+"""Puts the hooks on one model's own objects and takes them off again, leaving every ``__dict__`` and hook list as it was.
+
+Per param group: instance attributes that shadow the methods (looked up at each call in 2.6 to 2.15). Per unit: a forward
+pre-hook before FSDP2's own and a forward hook after it that runs on exceptions too. Per FSDPState: ``_pre_backward``
+(registered on outputs, so that it counts from the next forward on) and ``_root_post_backward_final_callback``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
+
+from fsdptrace import events as ev
+from fsdptrace.adapters.compat import groups_of
+from fsdptrace.adapters.context import (
+    BACKWARD_SEQ, BUSY, DEPTH, FINAL, PASS, RECOMPUTE_DEPTH, SOURCE, TOP, Context, clock, get_ident, graph_task_id,
+)  # fmt: skip
+from fsdptrace.adapters.context import BASE as CELL_BASE
+from fsdptrace.adapters.context import PARENT as CELL_PARENT
+from fsdptrace.adapters.describe import Described, Unit, describe
+from fsdptrace.adapters.hooks import PRE_BACKWARD_STATE, GroupHooks, flags_of
+from fsdptrace.model_map import ModelMap
+
+
+class InstalledModel:
+    """The hooks of one model: made once, put on and taken off as often as recording starts and ends.
+
+    Args:
+        context: what the hooks share.
+        described: the model map and PyTorch's own objects.
+    """
+
+    def __init__(self, context: Context, described: Described) -> None:
+        self.context = context
+        self.map: ModelMap = described.map
+        self.units = described.units
+        self.groups = [
+            GroupHooks(context, group, info)
+            for group, info in zip(described.groups, described.map.groups, strict=True)
+        ]
+        self.installed = False
+        self._units = [self._prepare(unit) for unit in self.units]
+
+    # -- install and remove --------------------------------------------------------------------------------------------
+    def install(self, known: Callable[[int], tuple[bool, bool, int] | None]) -> None:
+        """Puts the hooks on and records a snapshot of every group that is not as ``known(group)`` says it was left, as
+        ``(open, pending, training state)``. No-op when they are on."""
+        if self.installed:
+            return
+        self.context.reset()
+        for hooks in self.groups:
+            hooks.group.__dict__.update(hooks.wrappers)
+        for unit in self._units:
+            unit.put_on()
+        self.installed = True
+        for hooks in self.groups:
+            hooks.snapshot(known(hooks.id))
+
+    def remove(self) -> None:
+        """Takes the hooks off. Safe from inside a hook; no-op when they are off."""
+        if not self.installed:
+            return
+        self.installed = False
+        for hooks in self.groups:
+            _take_back(hooks.group.__dict__, hooks.wrappers)
+        for unit in self._units:
+            unit.take_off()
+
+    def let_go(self) -> None:
+        """Drops every strong reference to the model; :meth:`take_hold` gets them back as long as it lives."""
+        self.remove()
+        self.context.roots = []
+        for hooks in self.groups:
+            hooks.let_go()
+        for unit in self._units:
+            unit.let_go()
+
+    def take_hold(self) -> bool:
+        """Gets the references back. False when the model is gone or was wrapped anew, so that it must be described again."""
+        for unit in self._units:
+            if not unit.take_hold():
+                return False
+        if not all(hooks.take_hold() for hooks in self.groups):
+            return False
+        # Once the root is initialised its wrap can no longer change; before, fully_shard may have been called since.
+        return any(unit.unit.state is not None and unit.unit.state._is_root for unit in self._units)
+
+    def poll_flags(self) -> None:
+        """Records switches that were changed since they were last seen; called at a step."""
+        for hooks in self.groups:
+            flags = flags_of(hooks.group)
+            if flags != hooks.flags:
+                hooks.flags_changed(flags)
+
+    # -- making the hooks ----------------------------------------------------------------------------------------------
+    def _prepare(self, unit: Unit) -> UnitHooks:
+        methods: dict[str, Callable[..., Any]] = {}
+        if unit.state is not None:
+            methods["_pre_backward"] = self._state_pre_backward(unit)
+            methods["_root_post_backward_final_callback"] = self._final_callback(unit)
+        return UnitHooks(unit, self._begin(unit), self._end(unit), methods)
+
+    def _begin(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        c = self.context
+        shared, owner = c.shared, c.owner
+        source = unit.info.groups[0] if unit.info.groups else ev.NONE
+        unit_id = unit.info.id
+        early = self._early_return(unit, ev.PRE_FORWARD)
+
+        def begin(module: nn.Module, args: Any) -> None:
+            try:
+                shared[SOURCE] = source
+                if graph_task_id() != -1:
+                    if not shared[BACKWARD_SEQ]:
+                        c.open_backward()
+                    shared[RECOMPUTE_DEPTH] += 1
+                    shared[PASS] = ev.PASS_RECOMPUTE
+                    early()
+                    return
+                if shared[BACKWARD_SEQ]:
+                    c.close_backward()
+                if not shared[DEPTH]:
+                    c.open_forward(unit_id, clock())
+                shared[DEPTH] += 1
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+
+        return begin
+
+    def _end(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
+        c = self.context
+        shared, owner = c.shared, c.owner
+        early = self._early_return(unit, ev.POST_FORWARD)
+        unit_id = unit.info.id
+        group = unit.info.groups[0] if unit.info.groups else ev.NONE
+        exc_info = sys.exc_info
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            try:
+                if output is None and (error := exc_info()[1]) is not None and _leaves(error, module):
+                    if type(error).__name__ != "_StopRecomputationError":
+                        c.note_exception(error, group, unit_id)
+                elif shared[PASS] == ev.PASS_RECOMPUTE:
+                    early()
+                if shared[BACKWARD_SEQ] and shared[RECOMPUTE_DEPTH]:
+                    shared[RECOMPUTE_DEPTH] -= 1
+                    if not shared[RECOMPUTE_DEPTH]:
+                        shared[PASS] = ev.PASS_BACKWARD
+                    return
+                depth = shared[DEPTH]
+                if depth == 1:
+                    c.close_forward(clock())
+                elif depth:
+                    shared[DEPTH] = depth - 1
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+
+        return end
+
+    def _early_return(self, unit: Unit, kind: int) -> Callable[[], None]:
+        """Records the hook that FSDPState skips in a recomputation: it returns early in state PRE_BACKWARD."""
+        c = self.context
+        shared = c.shared
+        mine = [hooks for hooks in self.groups if hooks.info.unit == unit.info.id]
+        handler = c.on[kind]
+
+        def early() -> None:
+            state = unit.state
+            if state is None or state._training_state._value_ != PRE_BACKWARD_STATE:
+                return
+            for hooks in mine:
+                now = clock()
+                gid = hooks.id
+                before = hooks.group._training_state._value_
+                cell = c.cells[get_ident()]
+                context = cell[CELL_BASE] + shared[PASS]
+                grad = 1 if torch.is_grad_enabled() else 0
+                data = (before, before, 3, grad, 0) if kind == ev.PRE_FORWARD else (before, before, 0, 0, 0)
+                seq = next(c.ids)
+                c.append((kind, seq, now, now, gid, cell[CELL_PARENT] or shared[TOP], context, *data))
+                handler(seq, gid, context, *data)
+
+        return early
+
+    def _state_pre_backward(self, unit: Unit) -> Callable[[Any], Any]:
+        c = self.context
+        shared = c.shared
+        source = unit.info.groups[0] if unit.info.groups else ev.NONE
+        # Registered on tensors and looked up through the class, so that it works on when recording has ended.
+        orig = WeakMethod(unit.state._pre_backward)
+
+        def _pre_backward(grad: Any) -> Any:
+            if self.installed:
+                if not shared[BACKWARD_SEQ]:
+                    c.open_backward()
+                shared[SOURCE] = source
+            return call(orig, grad)
+
+        return _pre_backward
+
+    def _final_callback(self, unit: Unit) -> Callable[[], Any]:
+        c = self.context
+        shared, owner = c.shared, c.owner
+        orig = WeakMethod(unit.state._root_post_backward_final_callback)
+
+        def _root_post_backward_final_callback() -> Any:
+            if not self.installed:
+                return call(orig)
+            shared[FINAL] = 1
+            try:
+                result = call(orig)
+            finally:
+                shared[FINAL] = 0
+            try:
+                if shared[BACKWARD_SEQ]:
+                    if len(c.roots) != 1:
+                        c.roots = self._roots()
+                    c.final_callback_done(bool(unit.state._state_ctx.is_last_backward))
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+            return result
+
+        return _root_post_backward_final_callback
+
+    def _roots(self) -> list[Any]:
+        """The distinct iteration contexts of the model's states: one per root once they are initialised."""
+        contexts = {id(unit.state._state_ctx): unit.state._state_ctx for unit in self.units if unit.state}
+        return list(contexts.values())
+
+
+class UnitHooks:
+    """The forward hooks on a unit's modules and the wrappers on its FSDPState."""
+
+    def __init__(self, unit: Unit, begin: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
+        self.unit = unit
+        self._begin = begin
+        self._end = end
+        self._methods = methods
+        # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
+        self._ids = [
+            (RemovableHandle(module._forward_pre_hooks).id, RemovableHandle(module._forward_hooks).id)
+            for module in unit.modules
+        ]
+        self._modules = [ref(module) for module in unit.modules]
+        self._state = None if unit.state is None else ref(unit.state)
+
+    def put_on(self) -> None:
+        """As ``register_forward_pre_hook(prepend=True)`` and ``register_forward_hook(always_call=True)`` would."""
+        for module, (pre_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
+            module._forward_pre_hooks[pre_id] = self._begin
+            module._forward_pre_hooks.move_to_end(pre_id, last=False)  # type: ignore[attr-defined]
+            module._forward_hooks[post_id] = self._end
+            module._forward_hooks_always_called[post_id] = True
+        if self.unit.state is not None:
+            self.unit.state.__dict__.update(self._methods)
+
+    def take_off(self) -> None:
+        """Removes what :meth:`put_on` put there."""
+        for module, (pre_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
+            module._forward_pre_hooks.pop(pre_id, None)
+            module._forward_hooks.pop(post_id, None)
+            module._forward_hooks_always_called.pop(post_id, None)
+        if self.unit.state is not None:
+            _take_back(self.unit.state.__dict__, self._methods)
+
+    def let_go(self) -> None:
+        """Drops the references to PyTorch's objects."""
+        self.unit.state = None
+        self.unit.modules = []
+        self.unit.groups = []
+
+    def take_hold(self) -> bool:
+        """Gets them back; False when one of them is gone."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        state = self._state() if self._state is not None else None
+        if len(modules) != len(self._modules) or (self._state is not None and state is None):
+            return False
+        self.unit.modules = modules
+        self.unit.state = state
+        self.unit.groups = [] if state is None else groups_of(state)
+        return len(self.unit.groups) == len(self.unit.info.groups)
+
+
+def _take_back(namespace: dict[str, Any], wrappers: dict[str, Callable[..., Any]]) -> None:
+    for name, wrapper in wrappers.items():
+        if namespace.get(name) is wrapper:
+            del namespace[name]
+
+
+def call(method: WeakMethod[Any], *args: Any) -> Any:
+    """Calls a weakly held method; its object lives, since it is what calls us."""
+    bound = method()
+    return bound(*args) if bound is not None else (args[0] if args else None)
+
+
+def _leaves(error: BaseException, module: nn.Module) -> bool:
+    """Whether ``error`` is on its way out of ``module``'s call, not one that an outer ``except`` is handling.
+
+    An always-called hook is run with no output from the ``except`` block of ``Module._call_impl``, whose frame is then
+    the first of the error's traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_locals.get("self") is module:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def prepare(model: nn.Module, number: int, context: Context) -> InstalledModel:
+    """Describes ``model`` and makes its hooks, without putting them on."""
+    return InstalledModel(context, describe(model, number))
+
+
+__all__ = ["InstalledModel", "prepare"]

@@ -1,0 +1,48 @@
+"""Which rules there are and which of them a recording runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fsdptrace.checks.base import Rule
+from fsdptrace.checks.gather_after_backward import GatherAfterBackward
+
+RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in (GatherAfterBackward,)}
+"""All rules by name, in the order in which they see an event."""
+
+
+def select(checks: Sequence[str] | bool | None) -> tuple[type[Rule], ...]:
+    """The rules for ``checks``: ``None`` or ``True`` the default ones, ``False`` or an empty list none, else by name.
+
+    A name with a leading ``-`` takes that rule away from the default ones; ``"all"`` is every rule, opt-in ones too.
+
+    Raises:
+        ValueError: a name is no rule's.
+    """
+    defaults = [rule for rule in RULES.values() if not rule.opt_in]
+    if checks is None or checks is True:
+        return tuple(defaults)
+    if checks is False:
+        return ()
+    names = [checks] if isinstance(checks, str) else list(checks)
+    check_names((name.removeprefix("-") for name in names if name != "all"), "checks")
+    chosen = list(RULES.values()) if "all" in names else []
+    if not chosen and any(name.startswith("-") for name in names):
+        chosen = defaults
+    chosen = [*chosen, *(RULES[name] for name in names if name in RULES and RULES[name] not in chosen)]
+    return tuple(rule for rule in chosen if f"-{rule.name}" not in names)
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raises ``ValueError`` with all unknown names of ``names`` and the known ones."""
+    unknown = [name for name in names if name not in RULES]
+    if unknown:
+        raise ValueError(f"{where}: no rule named {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")
+
+
+def make(
+    rules: Sequence[type[Rule]], tracker: Any, report: Any, options: Mapping[str, Mapping[str, Any]]
+) -> list[Rule]:
+    """One object per rule for one model."""
+    return [rule(tracker, report, options.get(rule.name)) for rule in rules]

@@ -1,0 +1,243 @@
+"""The state of a model that its events imply: what is open, pending, in use, over. One per recorded model.
+
+Rules, the heartbeat, the summary of a step and the notes on exceptions all read it. It sees every event once, in order,
+online or from a file, and knows nothing but events and the model map.
+"""
+
+from __future__ import annotations
+
+from fsdptrace import events as ev
+from fsdptrace.model_map import ModelMap, show_name
+
+_BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+
+
+class GroupState:
+    """What the events say of one param group.
+
+    Attributes:
+        open, pending: the parameters are unsharded; a gather was issued and not waited for.
+        bytes: size of the copy that is open or pending (or was last).
+        opened: ``seq`` of the unshard that made it, ``opened_how`` its packed how, ``opened_by`` its issuer,
+            ``opened_step`` its step.
+        used: the copy has been computed with: a forward or a pre-backward came after it.
+        uses: forwards with grad minus pre-backwards: how often its backward is still to come.
+        paused: forwards under a paused grad mode whose recomputation is to come (reentrant checkpointing).
+        over: ``seq`` of the post-backward after which no use was outstanding, 0 before; ``over_in`` the number of the
+            backward in which that was.
+        touched: it has had a pre-backward in the running backward.
+        rejoined: in this backward a recomputation freed it and put it in the post-forward order again (torch before 2.10).
+        training: training state after its last hook.
+        previous: the group whose post-forward came before its own in the last forward.
+    """
+
+    __slots__ = (
+        "bytes", "flags", "fqn", "id", "open", "opened", "opened_by", "opened_how", "opened_step", "over", "over_in",
+        "paused", "pending", "previous", "rejoined", "touched", "training", "used", "uses",
+    )  # fmt: skip
+
+    def __init__(self, id: int, fqn: str) -> None:
+        self.id = id
+        self.fqn = fqn
+        self.open = False
+        self.pending = False
+        self.bytes = 0
+        self.opened = 0
+        self.opened_how = 0
+        self.opened_by = ev.NONE
+        self.opened_step = 0
+        self.used = False
+        self.uses = 0
+        self.paused = 0
+        self.over = 0
+        self.over_in = -1
+        self.touched = False
+        self.rejoined = False
+        self.training = 4
+        self.previous = ev.NONE
+        self.flags = -1
+
+    @property
+    def name(self) -> str:
+        """How the group is called in a message."""
+        return show_name(self.fqn)
+
+
+class Tracker:
+    """State of one model. The methods named after kinds take an event's integers.
+
+    Attributes:
+        map: the model map.
+        groups: one :class:`GroupState` per group.
+        step: number of the running step.
+        held, peak: bytes open or pending now, and their peak since the last step boundary.
+        backward: number of the running or last backward.
+        in_backward: an event of a backward that has not ended was seen.
+        order_last, order_length: last group and length of FSDP2's shared post-forward order list.
+        leftover: last group that an earlier pass had left in the order list when the last forward began, or -1;
+            ``first`` the group that ran first in that forward.
+        records_in_backward: whether the release appends to the order list in a recomputation (before torch 2.10).
+    """
+
+    def __init__(self, model_map: ModelMap, records_in_backward: bool = False) -> None:
+        self.map = model_map
+        self.groups = [GroupState(group.id, group.fqn) for group in model_map.groups]
+        self.step_number = 0
+        self.held = 0
+        self.peak = 0
+        self.backward_number = 0
+        self.in_backward = False
+        self.order_last = ev.NONE
+        self.order_length = 0
+        self.leftover = ev.NONE
+        self.first = ev.NONE
+        self.records_in_backward = records_in_backward
+        self._pass_first = ev.NONE
+        self._pass_leftover = ev.NONE
+        self._pass_last = ev.NONE
+        self.post_forward_worlds = [max(1, group.post_forward_world) for group in model_map.groups]
+
+    # -- questions -----------------------------------------------------------------------------------------------------
+    def past_backward(self) -> list[GroupState]:
+        """Groups that are open or pending although their last backward is over and no use is outstanding."""
+        return [g for g in self.groups if (g.open or g.pending) and g.over and not g.uses and not g.paused]
+
+    def name(self, group: int) -> str:
+        """How ``group`` is called in a message."""
+        return self.groups[group].name if group >= 0 else "a unit without parameters"
+
+    def is_over(self, group: GroupState) -> bool:
+        """Whether the group's backward is over in the running backward, with no use or recomputation to come."""
+        return group.over_in == self.backward_number and not group.uses and not group.paused
+
+    # -- events --------------------------------------------------------------------------------------------------------
+    def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if e % 4:
+            return
+        state = self.groups[group]
+        state.pending = True
+        state.bytes = a
+        state.opened = seq
+        state.opened_how = e
+        state.opened_by = d
+        state.opened_step = self.step_number
+        state.used = False
+        self.held = held = self.held + a
+        if held > self.peak:
+            self.peak = held
+
+    def wait(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        state.pending = False
+        state.open = True
+
+    def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        if state.open:
+            state.open = False
+            self.held -= state.bytes
+        if context % 4 == ev.PASS_RECOMPUTE and not b and state.training == 1:
+            state.rejoined = True
+
+    def discard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        if state.pending:
+            state.pending = False
+            self.held -= state.bytes
+
+    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        state.used = True
+        state.training = b
+        if a == 1:  # a further module of a grouped unit
+            return
+        if context % 4 == ev.PASS_RECOMPUTE:
+            if d == 1 and state.paused and a != 2:
+                state.paused -= 1
+                state.uses += 1
+        elif d == 1:
+            state.uses += 1
+            state.over = 0
+        elif d == 2:
+            state.paused += 1
+            state.over = 0
+
+    def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        state.training = b
+        recompute = context % 4 == ev.PASS_RECOMPUTE
+        if a != 1 or (recompute and not self.records_in_backward and not state.rejoined):
+            return
+        if not recompute:
+            if self._pass_first < 0:
+                self._pass_first = group
+                self._pass_leftover = self.order_last if self.order_length else ev.NONE
+                self._pass_last = ev.NONE
+            state.previous = self._pass_last
+            self._pass_last = group
+        self.order_last = group
+        self.order_length += 1
+
+    def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if not self.in_backward:
+            self._begin_backward()
+        state = self.groups[group]
+        state.used = True
+        state.touched = True
+        state.training = b
+        if state.uses:
+            state.uses -= 1
+
+    def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        state.training = b
+        if not self.in_backward:
+            if context % 4 not in _BACKWARD_PASSES:
+                return
+            self._begin_backward()
+        if state.touched and not state.uses and not state.paused and state.over_in != self.backward_number:
+            state.over = seq
+            state.over_in = self.backward_number
+
+    def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.leftover = self._pass_leftover
+        self.first = self._pass_first
+        self._pass_first = ev.NONE
+
+    def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.in_backward = False
+        if a:
+            self.order_length = 0
+        for state in self.groups:
+            state.touched = False
+            state.rejoined = False
+            state.training = 4
+
+    def _begin_backward(self) -> None:
+        self.in_backward = True
+        self.backward_number += 1
+
+    def state(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        if state.open or state.pending:
+            self.held -= state.bytes
+        state.open = a == 3
+        state.pending = bool(b)
+        state.training = c
+        self.order_length = d
+        if state.open or state.pending:
+            state.bytes = e
+            state.opened = state.opened or seq
+            self.held += e
+            self.peak = max(self.peak, self.held)
+        state.uses = state.paused = 0
+        state.over = 0
+        state.over_in = -1
+        state.touched = False
+
+    def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.step_number += 1
+        self.peak = self.held
+        for state in self.groups:
+            # What nobody came back for in a whole step will not come: heads that had no backward, an aborted pass.
+            state.uses = state.paused = 0

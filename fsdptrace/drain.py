@@ -1,0 +1,226 @@
+"""The one thread that formats lines and writes them: paced, in short batches, since it shares the GIL with training."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from fsdptrace import events as ev
+from fsdptrace.files import step_line
+from fsdptrace.ring import StepRecords
+
+if TYPE_CHECKING:
+    from fsdptrace.session import Session
+
+PERIOD = 0.25  # seconds between looks at the ring
+HEARTBEAT = 1.0  # seconds
+BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
+PAUSE = 0.0005  # seconds between batches
+TAIL_EVENTS = 4096  # newest events of a running step that are kept on disk when its detail is not wanted
+FULL_STEPS = 10
+FULL_EVERY = 100
+
+
+class Drain:
+    """Moves records from the ring to the file.
+
+    ``lock`` guards the writer: the thread holds it for a batch, ``flush="collective"`` for a flush.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.lock = threading.RLock()
+        self.wake = threading.Event()
+        self.stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last_beat = 0.0
+        self._last_tail = 0.0
+        self._told_dropped = 0
+        self.written_events = 0
+        self.busy_ns = 0
+
+    def start(self) -> None:
+        """Starts the thread; no-op when it runs."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="fsdptrace-drain", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self.stopping.is_set():
+            self.wake.wait(PERIOD)
+            self.wake.clear()
+            try:
+                self.cycle(PAUSE)
+            except Exception as error:  # whatever happens here must not show in training
+                self._session.complain(f"the drain thread failed and the trace stops here: {error!r}")
+                return
+
+    def close(self) -> None:
+        """Stops the thread and writes what is left, then the end line."""
+        self.stopping.set()
+        self.wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+        session = self._session
+        if not session.models:
+            return
+        self.cycle(0.0)
+        with self.lock:
+            writer = session.writer
+            if writer is None:
+                return
+            for step in session.ring.running.values():
+                if not self.wanted(step):
+                    self._write(step, 0.0, TAIL_EVENTS)
+            writer.write(
+                json.dumps(
+                    {
+                        "kind": "end", "events": self._events(), "dropped": session.ring.dropped + writer.lost,
+                        "violations": session.violation_count, "t": time.perf_counter_ns(), "drain_ns": self.busy_ns,
+                    },
+                    separators=(",", ":"),
+                )
+                + "\n"
+            )  # fmt: skip
+            writer.close()
+
+    def _events(self) -> int:
+        return int(repr(self._session.ids)[6:-1]) - 1
+
+    def wanted(self, step: StepRecords) -> bool:
+        """Whether all events of ``step`` are written, or one line for it."""
+        options = self._session.options
+        if step.violations:
+            return True
+        if options.schedule is not None:
+            return str(options.schedule(step.step)).rpartition(".")[2] in ("RECORD", "RECORD_AND_SAVE")
+        if options.detail != "auto":
+            return options.detail == "full"
+        return step.step < FULL_STEPS or step.step % FULL_EVERY == 0
+
+    def cycle(self, pause: float) -> None:
+        """One look: moves what is in the ring, writes what is wanted, beats the heart."""
+        session = self._session
+        ring = session.ring
+        ring.pump()
+        started = time.thread_time_ns()
+        if session.writer is None and not session.models:
+            return
+        with self.lock:
+            if not session.open_file():
+                with ring.lock:
+                    ring.take()
+                    for step in ring.running.values():
+                        step.written = len(step.records)
+                return
+        with ring.lock:
+            finished = ring.take()
+        for step in finished:
+            self._finish(step, pause)
+        now = time.monotonic()
+        for step in list(ring.running.values()):
+            if self.wanted(step):
+                self._write(step, pause)
+            elif now - self._last_tail >= HEARTBEAT and step.records:
+                self._last_tail = now
+                self._write_tail(step)
+        if now - self._last_beat >= HEARTBEAT:
+            self._last_beat = now
+            self._beat()
+        self.busy_ns += time.thread_time_ns() - started
+
+    def _finish(self, step: StepRecords, pause: float) -> None:
+        if not step.records:
+            return
+        if step.dropped == 0 and self.wanted(step):
+            self._write(step, pause, keep_last=True)
+        writer = self._session.writer
+        assert writer is not None
+        with self.lock:
+            writer.write(step_line(self._session.formatter, step.records, step.step, step.dropped))
+            step.written = len(step.records)
+            if writer._tail_fd >= 0:
+                writer.write_tail("")
+
+    def _write(self, step: StepRecords, pause: float, newest: int | None = None, keep_last: bool = False) -> None:
+        """Writes what of ``step`` has not been written; its last record not when that is the step's own line."""
+        session = self._session
+        while True:
+            with self.lock, session.ring.lock:
+                records = step.records
+                start = step.written
+                if newest is not None:
+                    start = max(start, len(records) - newest * ev.WIDTH)
+                stop = min(len(records) - (ev.WIDTH if keep_last else 0), start + BATCH)
+                if stop <= start:
+                    return
+                text = session.formatter.lines(records, start, stop, step.step)
+                step.written = stop
+                assert session.writer is not None
+                session.writer.write(text)
+                self.written_events += (stop - start) // ev.WIDTH
+            if pause:
+                time.sleep(pause)
+
+    def _write_tail(self, step: StepRecords) -> None:
+        session = self._session
+        with self.lock:
+            with session.ring.lock:
+                records = step.records[-TAIL_EVENTS * ev.WIDTH :]
+            parts = []
+            for start in range(0, len(records), BATCH):
+                parts.append(session.formatter.lines(records, start, min(start + BATCH, len(records)), step.step))
+                time.sleep(PAUSE)
+            assert session.writer is not None
+            session.writer.write_tail("".join(parts))
+
+    def _beat(self) -> None:
+        session = self._session
+        dropped = session.ring.dropped
+        if dropped > self._told_dropped and not self._told_dropped:
+            session.complain(f"{dropped:,} events did not fit in memory and were dropped; checks saw all of them")
+        self._told_dropped = dropped
+        beat: dict[str, Any] = {"kind": "heartbeat", "t": time.perf_counter_ns(), "last": self._events()}
+        steps = {number: step.step for number, step in session.ring.running.items()}
+        beat["step"] = steps.get(0, 0)
+        if len(steps) > 1:
+            beat["steps"] = steps
+        entered = self._entered()
+        if entered:
+            beat["collective"] = entered
+        if dropped:
+            beat["dropped"] = dropped
+        with self.lock:
+            if session.writer is not None:
+                session.writer.write(json.dumps(beat, separators=(",", ":")) + "\n")
+
+    def _entered(self) -> dict[str, Any] | None:
+        """The collective that a training thread is in, as its hooks noted it."""
+        for model, shared in list(self._session.shared.items()):
+            kind = shared[0]
+            if kind:
+                return {"kind": ev.KINDS[kind], "model": model, "group": shared[1]}
+        return None
+
+    def flush_now(self, entered: tuple[int, int, int] | None = None) -> None:
+        """Writes everything recorded so far, from the calling thread; then, if given, that a collective is entered:
+        ``(model, kind, group)``."""
+        session = self._session
+        with self.lock:
+            session.ring.pump()
+            if not session.open_file():
+                return
+            with session.ring.lock:
+                finished = session.ring.take()
+            for step in finished:
+                self._finish(step, 0.0)
+            for step in session.ring.running.values():
+                self._write(step, 0.0)
+            if entered is not None and session.writer is not None:
+                model, kind, group = entered
+                session.writer.write(
+                    f'{{"kind":"entered","t":{time.perf_counter_ns()},"what":"{ev.KINDS[kind]}","model":{model},'
+                    f'"group":{group}}}\n'
+                )

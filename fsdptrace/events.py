@@ -1,0 +1,500 @@
+"""The event schema: kinds, fields, units. The only definition.
+
+Everything that writes, reads, checks or documents events takes it from here; ``docs/events.md`` is generated from it.
+
+On the training thread an event is :data:`WIDTH` small integers appended to one flat list (no tuple, no object, no
+string: a retained flat list of integers costs no garbage collection). The same integers are what a rule sees, online
+and when it reads a file, so that both give the same verdict. :class:`Event` is the readable form.
+
+Times are ``time.perf_counter_ns`` of the host, in ns; the header of a file maps them to Unix time. Bytes are whole bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+SCHEMA: Final = "fsdptrace/1"
+
+# Event kinds. The numbers live in memory only; files carry the names.
+UNSHARD: Final = 1
+WAIT: Final = 2
+RESHARD: Final = 3
+DISCARD: Final = 4
+PREFETCH: Final = 5
+PRE_FORWARD: Final = 6
+POST_FORWARD: Final = 7
+PRE_BACKWARD: Final = 8
+POST_BACKWARD: Final = 9
+REDUCE_SCATTER: Final = 10
+ALL_REDUCE: Final = 11
+FORWARD: Final = 12
+BACKWARD: Final = 13
+REGION: Final = 14
+RECOMPUTE: Final = 15
+STATE: Final = 16
+FLAG: Final = 17
+PARAM_CHANGE: Final = 18
+OPTIMIZER_STEP: Final = 19
+EXCEPTION: Final = 20
+STEP: Final = 21
+VIOLATION: Final = 22
+
+#: Names of the kinds, by number. Index 0 is unused.
+KINDS: Final[tuple[str, ...]] = (
+    "", "unshard", "wait", "reshard", "discard", "prefetch", "pre_forward", "post_forward", "pre_backward",
+    "post_backward", "reduce_scatter", "all_reduce", "forward", "backward", "region", "recompute", "state", "flag",
+    "param_change", "optimizer_step", "exception", "step", "violation",
+)  # fmt: skip
+KIND_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(KINDS) if name}
+
+# Positions in a record of the ring.
+KIND: Final = 0
+SEQ: Final = 1
+T0: Final = 2
+T1: Final = 3
+GROUP: Final = 4
+PARENT: Final = 5
+CONTEXT: Final = 6
+A: Final = 7
+WIDTH: Final = 12
+"""Integers per record: kind, seq, t0, t1, group, parent, context, then five that depend on the kind."""
+
+NONE: Final = -1
+"""Stands for "no group", "no unit" in a record."""
+
+# The context packs pass, model and thread: pass + 4 * model + 1024 * thread.
+PASS_NONE: Final = 0
+PASS_FORWARD: Final = 1
+PASS_BACKWARD: Final = 2
+PASS_RECOMPUTE: Final = 3
+PASSES: Final[tuple[str, ...]] = ("none", "forward", "backward", "recompute")
+MODEL_UNIT: Final = 4
+THREAD_UNIT: Final = 1024
+MAX_MODELS: Final = THREAD_UNIT // MODEL_UNIT
+
+# Enumerations of the kinds' own fields.
+NOOPS: Final[tuple[str, ...]] = ("", "open", "pending", "disabled")
+DIRECTIONS: Final[tuple[str, ...]] = ("", "forward", "backward")
+MODES: Final[tuple[str, ...]] = ("", "implicit", "explicit", "manual")
+RESHARD_TO: Final[tuple[str, ...]] = ("sharded", "post_forward")
+RESHARD_CAUSES: Final[tuple[str, ...]] = ("hook", "manual", "state_dict", "reset")
+#: ``TrainingState`` of torch.distributed.fsdp._fully_shard._fsdp_common by its value (the same in 2.6 to 2.15).
+TRAINING_STATES: Final[tuple[str, ...]] = ("", "forward", "pre_backward", "post_backward", "idle")
+#: ``ShardedState`` of _fsdp_param by its value (the same in 2.6 to 2.15).
+SHARDED_STATES: Final[tuple[str, ...]] = ("", "sharded", "post_forward", "unsharded")
+INPUT_GRAD: Final[tuple[str, ...]] = ("none", "hooked", "unhooked", "unknown")
+GRAD_MODES: Final[tuple[str, ...]] = ("off", "on", "paused")
+BY: Final[tuple[str, ...]] = ("autograd", "final_callback", "user")
+OPS: Final[tuple[str, ...]] = ("avg", "sum", "premul_sum")
+FLAGS: Final[tuple[str, ...]] = (
+    "requires_gradient_sync", "requires_all_reduce", "reshard_after_backward", "reshard_after_forward",
+    "unshard_in_backward", "is_last_backward",
+)  # fmt: skip
+CHANGE_CAUSES: Final[tuple[str, ...]] = ("optimizer_step", "load", "write")
+#: dtype names by the number a record carries; unknown ones are 0.
+DTYPES: Final[tuple[str, ...]] = (
+    "unknown", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8",
+    "complex64", "complex128", "int32", "int64", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+DTYPE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(DTYPES)}
+
+# `how` of an unshard or prefetch packs three enumerations: noop + 4 * direction + 16 * mode.
+DIRECTION_UNIT: Final = 4
+MODE_UNIT: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSpec:
+    """One field of a kind.
+
+    ``codec`` says how the integer of the record becomes a value: ``int``, ``bytes`` (an int, in bytes), ``group`` and
+    ``unit`` (an id, ``None`` for -1), ``bool``, ``enum`` (an index into ``names``), ``dtype``, ``how`` (the three
+    packed enumerations noop, direction, mode), ``text`` (an index into the session's table of strings), ``derived``
+    (not in the record: worked out from the others and the model map by :func:`decode`).
+
+    ``usual`` is the value that a file leaves out: an integer of the record, or ``"model"`` for what the group's entry
+    in the ``model`` line says.
+    """
+
+    name: str
+    codec: str
+    doc: str
+    names: tuple[str, ...] = ()
+    usual: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KindSpec:
+    """One kind of event: when it is recorded and what it adds to the common fields."""
+
+    number: int
+    name: str
+    when: str
+    fields: tuple[FieldSpec, ...]
+
+
+def _f(
+    name: str, codec: str, doc: str, names: tuple[str, ...] = (), usual: int | str | None = None
+) -> FieldSpec:
+    return FieldSpec(name, codec, doc, names, usual)
+
+
+def _states(before: int, after: int) -> tuple[FieldSpec, FieldSpec]:
+    return (
+        _f("before", "enum", "training state at the begin of the hook", TRAINING_STATES, before),
+        _f("after", "enum", "training state at its end", TRAINING_STATES, after),
+    )
+
+
+_BYTES_COMM = (
+    _f("bytes", "bytes", "size of the collective's input on this rank, padding of uneven shards included"),
+    _f("world", "int", "ranks in the collective's process group"),
+    _f("dtype", "dtype", "dtype on the wire"),
+    _f("tensors", "int", "parameters that really had a gradient"),
+    _f("op", "enum", "reduction operator", OPS, 0),
+    _f("wire_bytes", "derived", "what this rank receives"),
+)
+
+SPECS: Final[Mapping[int, KindSpec]] = {
+    spec.number: spec
+    for spec in (
+        KindSpec(
+            UNSHARD, "unshard", "an all-gather is issued, or was asked for and not needed",
+            (
+                _f("bytes", "bytes", "unsharded bytes, padding of uneven shards included; 0 for a no-op"),
+                _f("world", "int", "ranks gathered from", usual="model"),
+                _f("dtype", "dtype", "dtype that is gathered; uint8 where dtypes are mixed", usual="model"),
+                _f("issuer", "group", "the group in whose hook another group's gather was asked for"),
+                _f("how", "how", "noop: why nothing was issued (open, pending, disabled); direction and mode of a "
+                   "prefetch; mode manual for a call of the user's"),
+                _f("tensors", "derived", "parameters in the group"),
+                _f("wire_bytes", "derived", "what this rank receives; 0 at world size 1"),
+            ),
+        ),
+        KindSpec(
+            WAIT, "wait", "the group becomes usable: the gather is waited for and copied out",
+            (_f("bytes", "bytes", "unsharded bytes"),),
+        ),
+        KindSpec(
+            RESHARD, "reshard", "the group is freed, by whatever way",
+            (
+                _f("bytes", "bytes", "unsharded bytes freed"),
+                _f("to", "enum", "fully sharded, or resharded to the smaller post-forward mesh", RESHARD_TO, 0),
+                _f("cause", "enum", "an FSDP hook, a call of the user's, a state-dict hook, reset_iter_state",
+                   RESHARD_CAUSES, 0),
+                _f("tensors", "derived", "parameters in the group"),
+            ),
+        ),
+        KindSpec(
+            DISCARD, "discard", "a pending gather is thrown away at the end of a backward, or by reset_iter_state",
+            (_f("bytes", "bytes", "unsharded bytes that were gathered for nothing"),),
+        ),
+        KindSpec(
+            PREFETCH, "prefetch", "the call that issues unshards for another group (it is their parent); the event's "
+            "group is the source, null where a unit without parameters asks",
+            (
+                _f("target", "group", "the group that is gathered ahead"),
+                _f("how", "how", "direction and mode"),
+            ),
+        ),
+        KindSpec(
+            PRE_FORWARD, "pre_forward", "the group's pre-forward hook",
+            (*_states(4, 1), _f("input_grad", "enum", "whether an input carries grad and is hooked for the "
+                                "post-backward; unhooked: hidden in an object", INPUT_GRAD, 1),
+             _f("grad", "enum", "grad mode: off, on, or paused: off inside an outermost forward that has it on (as in "
+                "reentrant checkpointing)", GRAD_MODES, 1)),
+        ),
+        KindSpec(POST_FORWARD, "post_forward", "the group's post-forward hook", _states(1, 4)),
+        KindSpec(PRE_BACKWARD, "pre_backward", "the group's pre-backward hook (first of a pass)", _states(4, 2)),
+        KindSpec(
+            POST_BACKWARD, "post_backward", "the group's post-backward",
+            (
+                *_states(2, 3),
+                _f("by", "enum", "who ran it", BY, 0),
+                _f("tensors", "int", "parameters with an unsharded gradient, accumulated ones included"),
+            ),
+        ),
+        KindSpec(
+            REDUCE_SCATTER, "reduce_scatter", "gradients of the group are reduce-scattered; times are those of the "
+            "enclosing post_backward (host issue time)", _BYTES_COMM,
+        ),
+        KindSpec(ALL_REDUCE, "all_reduce", "gradients of the group are all-reduced (HSDP, replicate)", _BYTES_COMM),
+        KindSpec(
+            FORWARD, "forward", "an outermost forward",
+            (
+                _f("root", "unit", "the unit whose forward it is"),
+                _f("grad", "bool", "grad mode is enabled"),
+                _f("inference", "bool", "inference mode is on"),
+            ),
+        ),
+        KindSpec(
+            BACKWARD, "backward", "the outermost autograd graph task; its last final callback ends it",
+            (
+                _f("last", "bool", "is_last_backward was set: pending gathers and the order list were cleared"),
+            ),
+        ),
+        KindSpec(
+            REGION, "region", "a checkpointed function's forward",
+            (
+                _f("region", "int", "number of the region"),
+                _f("unit", "unit", "the unit it lies in"),
+                _f("saved", "int", "saved tensors"),
+                _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
+                _f("name", "text", "module name"),
+            ),
+        ),
+        KindSpec(
+            RECOMPUTE, "recompute", "a checkpointed function's recomputation",
+            (
+                _f("region", "int", "number of the region"),
+                _f("unit", "unit", "the unit it lies in"),
+                _f("saved", "int", "saved tensors"),
+                _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
+                _f("name", "text", "module name"),
+            ),
+        ),
+        KindSpec(
+            STATE, "state", "snapshot of a group when recording starts, and after reset_iter_state",
+            (
+                _f("sharded", "enum", "where the parameters are", SHARDED_STATES),
+                _f("pending", "bool", "a gather is issued and not waited for"),
+                _f("training", "enum", "training state", TRAINING_STATES),
+                _f("order", "int", "length of the shared post-forward order list"),
+                _f("bytes", "bytes", "unsharded bytes of the group when open or pending"),
+            ),
+        ),
+        KindSpec(
+            FLAG, "flag", "a switch of the group was seen changed, when it was used or at a step",
+            (
+                _f("flag", "enum", "which", FLAGS),
+                _f("value", "bool", "its new value"),
+            ),
+        ),
+        KindSpec(
+            PARAM_CHANGE, "param_change", "the group's shards changed",
+            (
+                _f("cause", "enum", "an optimizer's step, a load, a write", CHANGE_CAUSES),
+                _f("tensors", "int", "parameters concerned, as far as known"),
+            ),
+        ),
+        KindSpec(
+            OPTIMIZER_STEP, "optimizer_step", "an optimizer that holds parameters of the model stepped",
+            (
+                _f("optimizer", "text", "class name and number"),
+                _f("tensors", "int", "its parameters that are shards of the model"),
+                _f("groups", "int", "in how many groups"),
+                _f("temporary", "int", "its parameters that are gathered copies, not shards"),
+                _f("foreign", "int", "its parameters that are in no group of the model"),
+            ),
+        ),
+        KindSpec(
+            EXCEPTION, "exception", "an exception leaves a hooked module, a group's hook or the recording",
+            (
+                _f("type", "text", "qualified class name"),
+                _f("unit", "unit", "the unit it leaves"),
+            ),
+        ),
+        KindSpec(
+            STEP, "step", "a step boundary",
+            (
+                _f("unsharded_bytes", "bytes", "open or pending now"),
+                _f("unsharded_peak", "bytes", "peak since the previous boundary"),
+                _f("past_backward_bytes", "bytes", "open or pending now although the backward is over"),
+                _f("dropped", "int", "events dropped so far"),
+                _f("counts", "derived", "events of the step by kind"),
+            ),
+        ),
+        KindSpec(
+            VIOLATION, "violation", "a rule was broken",
+            (_f("violation", "text", "rule, severity, module, message, hint and evidence, as JSON"),),
+        ),
+    )
+}  # fmt: skip
+
+#: The common fields of every event and what they mean, for the docs.
+COMMON_FIELDS: Final[tuple[tuple[str, str], ...]] = (
+    ("seq", "number of the event in this process, given when the call begins: children have higher numbers than "
+            "their parent"),
+    ("kind", "one of the kinds below"),
+    ("t0", "begin, ns of `time.perf_counter_ns`"),
+    ("t1", "end, ns"),
+    ("step", "number of the step, counted per recorded root"),
+    ("pass", "`forward`, `backward`, `recompute` or `none`; left out in a file when `none`"),
+    ("parent", "`seq` of the event in which this one happened; left out when there is none"),
+    ("model", "0, 1, … in the order in which recorded roots appeared; left out when 0"),
+    ("group", "id of the param group in the `model` line; left out when there is none"),
+    ("thread", "0, 1, … in the order in which threads appeared; left out when 0"),
+)  # fmt: skip
+
+
+def pack_how(noop: int = 0, direction: int = 0, mode: int = 0) -> int:
+    """The integer for ``how`` from the positions in :data:`NOOPS`, :data:`DIRECTIONS` and :data:`MODES`."""
+    return noop + DIRECTION_UNIT * direction + MODE_UNIT * mode
+
+
+def unpack_how(how: int) -> tuple[str, str, str]:
+    """``(noop, direction, mode)`` as names; empty strings where nothing is to say."""
+    return NOOPS[how % 4], DIRECTIONS[how // DIRECTION_UNIT % 4], MODES[how // MODE_UNIT]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event, readable. ``data`` holds the fields of its kind (see :data:`SPECS`), by name.
+
+    ``pass_`` is ``forward``, ``backward``, ``recompute`` or ``none``. ``parent`` and ``group`` are ``None`` without one.
+    """
+
+    seq: int
+    kind: str
+    t0: int
+    t1: int
+    step: int
+    pass_: str
+    parent: int | None
+    model: int
+    group: int | None
+    thread: int
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        """Field ``name`` of the kind; ``KeyError`` when the kind has no such field."""
+        return self.data[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Field ``name`` of the kind, or ``default``."""
+        return self.data.get(name, default)
+
+
+class Texts:
+    """The session's table of strings: records carry the index. Grows only with new strings.
+
+    One-off texts (violations, the counts of a step) are put with :meth:`put_once` and forgotten when read.
+    """
+
+    __slots__ = ("_index", "_once", "_texts")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = [""]
+        self._index: dict[str, int] = {"": 0}
+        self._once: dict[int, str] = {}
+
+    def put(self, text: str) -> int:
+        """Index of ``text``, new or known."""
+        index = self._index.get(text)
+        if index is None:
+            index = self._index[text] = len(self._texts)
+            self._texts.append(text)
+        return index
+
+    def put_once(self, text: str) -> int:
+        """A negative index for a text that will hardly come again; at most 4,096 are kept."""
+        index = -(len(self._once) + 1) if not self._once else min(self._once) - 1
+        self._once[index] = text
+        if len(self._once) > 4096:
+            del self._once[max(self._once)]
+        return index
+
+    def get(self, index: int) -> str:
+        """The text of ``index``; empty when it has been forgotten."""
+        if index < 0:
+            return self._once.get(index, "")
+        return self._texts[index] if index < len(self._texts) else ""
+
+
+def wire_bytes(kind: int, size: int, world: int) -> int:
+    """Bytes that one rank receives for a collective of ``size`` bytes over ``world`` ranks.
+
+    All-gather and reduce-scatter: every rank receives all parts but its own. All-reduce: both, one after the other.
+    """
+    if world <= 1:
+        return 0
+    part = size // world * (world - 1)
+    return 2 * part if kind == ALL_REDUCE else part
+
+
+def decode(
+    record: Sequence[int], step: int, texts: Texts, tensors: Mapping[int, int] | Sequence[int] | None = None
+) -> Event:
+    """The :class:`Event` of :data:`WIDTH` integers. ``tensors`` maps a group's id to its number of parameters."""
+    kind, seq, t0, t1, group, parent, context = record[:A]
+    data: dict[str, Any] = {}
+    position = A
+    for spec in SPECS[kind].fields:
+        if spec.codec == "derived":
+            if spec.name == "wire_bytes":
+                data["wire_bytes"] = wire_bytes(kind, record[A], record[A + 1])
+            elif tensors is not None and group >= 0:
+                data["tensors"] = tensors[group]
+            continue
+        value = record[position]
+        position += 1
+        if spec.codec == "how":
+            for name, text in zip(("noop", "direction", "mode"), unpack_how(value), strict=True):
+                if text:
+                    data[name] = text
+        else:
+            data[spec.name] = _decode_value(spec, value, texts)
+    if kind == UNSHARD and data.get("issuer") is None:
+        del data["issuer"]
+    return Event(
+        seq, KINDS[kind], t0, t1, step, PASSES[context % 4], parent or None,
+        context % THREAD_UNIT // MODEL_UNIT, group if group >= 0 else None, context // THREAD_UNIT, data,
+    )  # fmt: skip
+
+
+def _decode_value(spec: FieldSpec, value: int, texts: Texts) -> Any:
+    codec = spec.codec
+    if codec == "enum":
+        return spec.names[value]
+    if codec == "dtype":
+        return DTYPES[value]
+    if codec == "bool":
+        return bool(value)
+    if codec in ("group", "unit"):
+        return value if value >= 0 else None
+    if codec == "text":
+        return texts.get(value)
+    if codec == "bytes" and value < 0:
+        return None
+    return value
+
+
+def encode(event: Event, texts: Texts) -> tuple[int, ...]:
+    """The integers of ``event``: the inverse of :func:`decode`, for rules that run over a file."""
+    kind = KIND_NUMBER[event.kind]
+    data = event.data
+    payload: list[int] = []
+    for spec in SPECS[kind].fields:
+        if spec.codec == "derived":
+            continue
+        if spec.codec == "how":
+            payload.append(
+                pack_how(
+                    NOOPS.index(data.get("noop", "")),
+                    DIRECTIONS.index(data.get("direction", "")),
+                    MODES.index(data.get("mode", "")),
+                )
+            )
+        else:
+            payload.append(_encode_value(spec, data.get(spec.name), texts))
+    payload += [0] * (WIDTH - A - len(payload))
+    context = PASSES.index(event.pass_) + MODEL_UNIT * event.model + THREAD_UNIT * event.thread
+    group = NONE if event.group is None else event.group
+    return (kind, event.seq, event.t0, event.t1, group, event.parent or 0, context, *payload)
+
+
+def _encode_value(spec: FieldSpec, value: Any, texts: Texts) -> int:
+    codec = spec.codec
+    if codec == "enum":
+        return spec.names.index(value) if value is not None else 0
+    if codec == "dtype":
+        return DTYPE_NUMBER.get(value, 0)
+    if codec in ("group", "unit"):
+        return NONE if value is None else int(value)
+    if codec == "text":
+        return texts.put_once(value or "")
+    if codec == "bytes" and value is None:
+        return NONE
+    return int(value or 0)

@@ -1,0 +1,189 @@
+"""Every option of a recording, as a keyword of ``record`` and as an environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+DETAILS = ("auto", "full", "summary")
+FLUSHES = ("none", "collective")
+_OFF = ("0", "false", "off", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a recording. Each is a keyword of :func:`fsdptrace.record` and ``FSDPTRACE_<NAME>`` in the environment
+    (``exporters`` is ``FSDPTRACE_EXPORT``); a keyword beats the environment.
+
+    Attributes:
+        out: folder for the files; default ``./fsdptrace-out``, or one under the temporary folder where that cannot be
+            written. Files go to ``out/{run_id}/``.
+        exporters: names of the entry-point group ``fsdptrace.exporters``; they run in a process of their own.
+        checks: rules to run: ``None`` the default ones, names to choose, ``"-name"`` to leave one out, ``False`` none.
+        on_violation: ``"warn"``, ``"record"``, ``"raise"`` (severity ``error`` only), a function of the violation, or a
+            mapping of these by rule name with ``"*"`` for the rest.
+        raise_until_step: under ``raise``, later steps only warn.
+        budget_bytes: limit in bytes for parameters that are unsharded at one time.
+        schedule: ``step -> torch.profiler.ProfilerAction``, for instance ``torch.profiler.schedule(...)``: which steps are
+            written with all their events. Checks see every event of every step.
+        detail: ``"auto"`` (all events of the first 10 steps, of every 100th and of each with a violation, one line for the
+            others), ``"full"`` or ``"summary"``.
+        flush: ``"none"``: lines reach the file within a second; ``"collective"``: also before each collective is entered.
+        max_bytes: disk per rank, in bytes; the oldest detail goes first.
+        run_id: name of the run; see docs/design.md for what is taken when it is not given.
+        role: prefix of the file names where one process per role has rank 0.
+        rule_options: options of rules, by rule name.
+    """
+
+    out: str | None = None
+    exporters: tuple[str, ...] = ()
+    checks: tuple[str, ...] | bool | None = None
+    on_violation: str | Callable[..., None] | Mapping[str, Any] = "warn"
+    raise_until_step: int | None = None
+    budget_bytes: int | None = None
+    schedule: Callable[[int], Any] | None = None
+    detail: str = "auto"
+    flush: str = "none"
+    max_bytes: int = 1 << 30
+    run_id: str | None = None
+    role: str | None = None
+    rule_options: Mapping[str, Mapping[str, Any]] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """False under ``FSDPTRACE=0``, which beats everything."""
+        return os.environ.get("FSDPTRACE", "").strip().lower() not in _OFF
+
+    def file_key(self) -> tuple[Any, ...]:
+        """What decides where and how a process writes; recordings that agree in it share their files."""
+        return (self.out, self.run_id, self.role, self.max_bytes, self.detail, self.schedule, self.flush, self.exporters)
+
+
+def resolve(**given: Any) -> Options:
+    """Options from keywords and the environment, checked.
+
+    Raises:
+        ValueError: a value cannot be used; the message names the option, where it came from and what is allowed.
+        TypeError: an unknown keyword.
+    """
+    names = {field.name for field in fields(Options)}
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise TypeError(f"record() has no option {unknown[0]!r}; there are {', '.join(sorted(names))}")
+    values = _from_environment()
+    values.update({name: value for name, value in given.items() if value is not None})
+    for name in ("exporters", "checks"):
+        value = values.get(name)
+        if isinstance(value, str):
+            values[name] = (value,)
+        elif isinstance(value, Sequence):
+            values[name] = tuple(value)
+    if values.get("out") is not None:
+        values["out"] = os.fspath(values["out"])
+    options = Options(**values)
+    _check(options)
+    return options
+
+
+def _from_environment() -> dict[str, Any]:
+    readers: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "out": ("OUT", str),
+        "exporters": ("EXPORT", _names),
+        "checks": ("CHECKS", _checks),
+        "on_violation": ("ON_VIOLATION", _policy),
+        "raise_until_step": ("RAISE_UNTIL_STEP", int),
+        "budget_bytes": ("BUDGET_BYTES", parse_bytes),
+        "schedule": ("SCHEDULE", _schedule),
+        "detail": ("DETAIL", str),
+        "flush": ("FLUSH", str),
+        "max_bytes": ("MAX_BYTES", parse_bytes),
+        "run_id": ("RUN_ID", str),
+        "role": ("ROLE", str),
+    }
+    values: dict[str, Any] = {}
+    for name, (suffix, read) in readers.items():
+        text = os.environ.get(f"FSDPTRACE_{suffix}", "").strip()
+        if text:
+            try:
+                values[name] = read(text)
+            except ValueError as error:
+                raise ValueError(f"FSDPTRACE_{suffix}={text!r}: {error}") from None
+    return values
+
+
+def _check(options: Options) -> None:
+    from fsdptrace.checks import policy, registry
+
+    registry.select(options.checks)
+    policy.check_policy(options.on_violation)
+    for name, allowed in (("detail", DETAILS), ("flush", FLUSHES)):
+        if getattr(options, name) not in allowed:
+            raise ValueError(f"{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
+    for name in ("max_bytes", "budget_bytes", "raise_until_step"):
+        value = getattr(options, name)
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name}: {value!r} is not a whole number of 0 or more")
+    if options.max_bytes < 1 << 16:
+        raise ValueError(f"max_bytes: {options.max_bytes} is less than 64 KiB, which holds no step")
+    if options.schedule is not None and not callable(options.schedule):
+        raise ValueError("schedule: not a function of a step number; use torch.profiler.schedule(wait=..., active=...)")
+    if options.rule_options:
+        registry.check_names(options.rule_options, "rule_options")
+    for name in ("run_id", "role"):
+        value = getattr(options, name)
+        if value is not None and safe_name(value) != value:
+            raise ValueError(f"{name}: {value!r} cannot be part of a path; use letters, digits, '.', '_' and '-'")
+
+
+def safe_name(text: str) -> str:
+    """``text`` as a part of a path: other characters than letters, digits, ``._-`` become ``_``; never empty or hidden."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".")[:128] or "_"
+
+
+def parse_bytes(text: str) -> int:
+    """``1073741824``, ``64MiB``, ``1.5 GB``.
+
+    Raises:
+        ValueError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    if not match:
+        raise ValueError("not a number of bytes such as 1073741824 or 64MiB")
+    power = " kmgt".index(match[2].lower() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in re.split(r"[,\s]+", text) if part)
+
+
+def _checks(text: str) -> tuple[str, ...] | bool:
+    return False if text.lower() in (*_OFF, "none") else _names(text)
+
+
+def _policy(text: str) -> str | dict[str, str]:
+    if "=" not in text:
+        return text
+    return dict(part.split("=", 1) for part in _names(text) if "=" in part)
+
+
+def _schedule(text: str) -> Callable[[int], Any]:
+    """``wait=2,warmup=1,active=3,repeat=0,skip_first=10`` as for ``torch.profiler.schedule``."""
+    values = {}
+    for part in _names(text):
+        name, _, value = part.partition("=")
+        if name not in ("wait", "warmup", "active", "repeat", "skip_first") or not value.isdigit():
+            raise ValueError("use wait=2,warmup=1,active=3,repeat=0,skip_first=10, as for torch.profiler.schedule")
+        values[name] = int(value)
+    from torch.profiler import schedule
+
+    made: Callable[[int], Any] = schedule(**{"wait": 0, "warmup": 0, "active": 1, **values})
+    return made
+
+
+def with_changes(options: Options, **changes: Any) -> Options:
+    """A copy of ``options`` with some values changed."""
+    return replace(options, **changes)

@@ -1,0 +1,407 @@
+"""One recording's life: install → step → drain → close."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch.nn as nn
+
+from fsdptrace import events as ev
+from fsdptrace import steps as steps_module
+from fsdptrace.adapters import compat
+from fsdptrace.adapters.context import BUSY, FINAL, OPEN_GROUP, OPEN_KIND, STEPPED, Context, clock
+from fsdptrace.adapters.describe import describe
+from fsdptrace.adapters.fsdp import InstalledModel
+from fsdptrace.adapters.optimizer import OptimizerSteps
+from fsdptrace.checks import policy, registry
+from fsdptrace.checks.base import InvariantViolation, Violation
+from fsdptrace.checks.engine import Engine
+from fsdptrace.options import Options, resolve
+from fsdptrace.session import Session, session_for
+from fsdptrace.steps import Step
+from fsdptrace.summary import Summary
+
+_recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class AlreadyRecorded(RuntimeError):
+    """A model, or a part of it, is being recorded already; recording it twice would count everything twice."""
+
+
+class _OpenCollective:
+    """A view of the two items of a model's shared list that say which collective is entered; read by the heartbeat."""
+
+    __slots__ = ("_shared",)
+
+    def __init__(self, shared: list[int]) -> None:
+        self._shared = shared
+
+    def __getitem__(self, index: int) -> int:
+        return self._shared[OPEN_KIND + index]
+
+
+class Recorded:
+    """One recorded root in this process: engine, hooks, and what the hooks ask for (``Owner`` of the adapters)."""
+
+    def __init__(self, session: Session, model: nn.Module, number: int, options: Options, report: compat.Report) -> None:
+        self.session = session
+        self.checks = (options.checks, repr(options.rule_options), options.budget_bytes)
+        self.recording: Recording | None = None
+        described = describe(model, number)
+        rules = registry.select(options.checks)
+        self.engine = Engine(
+            described.map, rules, self._on_violation, compat.records_order_in_backward(report.release),
+            _rule_options(options),
+        )  # fmt: skip
+        # None where nothing is to do, so that a hook pays one comparison.
+        self.before_collective = self._flush if options.flush == "collective" else None
+        self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
+        self.hooks = InstalledModel(self.context, described)
+        session.shared[number] = _OpenCollective(self.context.shared)  # type: ignore[assignment]
+        session.add_model(described.map)
+
+        self._seen = False
+
+    def install(self) -> None:
+        """Puts the hooks on; the first time every group's state is recorded, later only what changed meanwhile."""
+        groups = self.engine.tracker.groups
+        first, self._seen = not self._seen, True
+        self.hooks.install(lambda group: None if first else (groups[group].open, groups[group].pending, groups[group].training))
+
+    # -- Owner ---------------------------------------------------------------------------------------------------------
+    def fault(self, error: Exception) -> None:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        recording = self.recording
+        if recording is not None:
+            recording._fault(error)
+
+    def stop_run(self, error: BaseException) -> bool:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        return isinstance(error, InvariantViolation) or error is self._from_callable
+
+    def text(self, text: str) -> int:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        return self.session.texts.put(text)
+
+    _from_callable: BaseException | None = None
+
+    def _flush(self, model: int) -> None:
+        shared = self.context.shared
+        self.session.drain.flush_now((model, shared[OPEN_KIND], shared[OPEN_GROUP]))
+
+    def end_step(self, model: int | None = None) -> None:
+        """Closes the running step; nothing when nothing happened in it."""
+        context = self.context
+        shared = context.shared
+        context.close_backward()
+        shared[STEPPED] = 0
+        if not shared[BUSY]:
+            return
+        self.hooks.poll_flags()
+        tracker = self.engine.tracker
+        shared[BUSY] = 0
+        past = sum(group.bytes for group in tracker.past_backward())
+        now = clock()
+        ring = self.session.ring
+        context.emit(
+            ev.STEP, next(context.ids), now, now, ev.NONE, 0, tracker.held, tracker.peak, past, ring.dropped,
+        )  # fmt: skip
+        if ring.full():
+            ring.pump_if_free()
+
+    def _on_violation(self, violation: Violation) -> None:
+        recording = self.recording
+        session = self.session
+        context = self.context
+        now = clock()
+        group = ev.NONE if violation.group is None else violation.group
+        context.emit(
+            ev.VIOLATION, next(context.ids), now, now, group, violation.seq, session.keep(violation),
+        )  # fmt: skip
+        if recording is None:
+            return
+        recording.violations.append(violation)
+        options = recording.options
+        try:
+            policy.act(
+                violation, options.on_violation, options.raise_until_step, session.log, session.identity.rank
+            )
+        except InvariantViolation:
+            if self.before_collective is not None:
+                session.drain.flush_now()
+            raise
+        except BaseException as error:
+            self._from_callable = error  # a function of the user's may raise whatever it likes
+            raise
+
+
+def _rule_options(options: Options) -> dict[str, dict[str, Any]]:
+    own = {name: dict(values) for name, values in (options.rule_options or {}).items()}
+    if options.budget_bytes is not None and "unsharded-budget" in registry.RULES:
+        own.setdefault("unsharded-budget", {}).setdefault("budget_bytes", options.budget_bytes)
+    return own
+
+
+class Recording:
+    """What :func:`record` gives; a context manager. Reading it is safe at any time, also after the end.
+
+    Attributes:
+        options: the options in force.
+        enabled: False under ``FSDPTRACE=0`` and after a fault of the tracer turned recording off.
+        violations: all violations of this recording so far, in order.
+        faults: faults of the tracer's own.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], options: Options) -> None:
+        self.options = options
+        self.enabled = options.enabled
+        self.violations: list[Violation] = []
+        self.faults = 0
+        self._models = list(models)
+        self._recorded: list[Recorded] = []
+        self._session: Session | None = None
+        self._optimizers: OptimizerSteps | None = None
+        self._active = False
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    def __enter__(self) -> Recording:
+        """Puts the hooks on.
+
+        Raises:
+            UnsupportedTorch: this PyTorch lacks a name that is needed; nothing was touched.
+            AlreadyRecorded: the model is being recorded already.
+            ValueError: no unit of ``fully_shard`` in the model.
+        """
+        if not self.enabled:
+            return self
+        report = compat.require()
+        if report.newer:
+            _warn_newer(report.version)
+        for model in self._models:
+            if any(module in _recorded for module in model.modules()):
+                raise AlreadyRecorded(
+                    f"this {type(model).__name__} (or a part of it) is being recorded already; leave that `record` first"
+                )
+        session = self._session = session_for(self.options)
+        try:
+            for model in self._models:
+                self._recorded.append(_recorded_for(session, model, self.options, report))
+        except BaseException:
+            for recorded in self._recorded:
+                recorded.hooks.let_go()
+            self._recorded = []
+            raise
+        self._active = True
+        for recorded, model in zip(self._recorded, self._models, strict=True):
+            recorded.recording = self
+            _recorded.add(model)
+            recorded.install()
+        self._optimizers = OptimizerSteps([recorded.hooks for recorded in self._recorded])
+        self._optimizers.install()
+        session.drain.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Takes the hooks off and closes the step. An exception inside passes through unchanged."""
+        if not self._active:
+            return
+        self._active = False
+        try:
+            for recorded in self._recorded:
+                context = recorded.context
+                if error is not None and not isinstance(error, InvariantViolation):
+                    context.note_exception(error, ev.NONE, ev.NONE)
+                context.shared[FINAL] = 0
+                if error is None:
+                    recorded.end_step()
+                else:
+                    _quietly(recorded)
+        finally:
+            self._take_off()
+
+    def _take_off(self) -> None:
+        if self._optimizers is not None:
+            self._optimizers.remove()
+            self._optimizers = None
+        for recorded, model in zip(self._recorded, self._models, strict=True):
+            recorded.hooks.let_go()
+            recorded.recording = None
+            _recorded.discard(model)
+        if self._session is not None:
+            self._session.drain.wake.set()
+
+    def step(self) -> None:
+        """Ends the running step of every recorded model. Needed only where no optimizer steps.
+
+        Raises:
+            InvariantViolation: a rule that looks at the step is broken, under ``on_violation="raise"``.
+        """
+        for recorded in self._recorded:
+            if self._active:
+                recorded.end_step()
+
+    def close(self) -> None:
+        """Ends the recording if it runs, and the process's file with it; waits until all is written."""
+        self.__exit__(None, None, None)
+        if self._session is not None:
+            self._session.close()
+
+    def flush(self) -> None:
+        """Waits until everything recorded so far and wanted is in the file."""
+        if self._session is not None and not self._session.closed:
+            self._session.drain.cycle(0.0)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    @property
+    def path(self) -> str:
+        """This process's file; empty until it is open."""
+        session = self._session
+        return str(session.writer.path) if session is not None and session.writer is not None else ""
+
+    @property
+    def steps(self) -> list[Step]:
+        """The last few finished steps, oldest first."""
+        session = self._session
+        if session is None:
+            return []
+        session.ring.pump()
+        mine = {recorded.context.model for recorded in self._recorded}
+        with session.ring.lock:
+            return [
+                Step(session.models[kept.model], kept.step, tuple(kept.records), session.texts)
+                for kept in session.ring.kept
+                if kept.model in mine
+            ]
+
+    @property
+    def events(self) -> list[ev.Event]:
+        """Events of the running step, in order of ``seq``."""
+        return [event for step in self._running() for event in step.events]
+
+    def _running(self) -> list[Step]:
+        session = self._session
+        if session is None:
+            return []
+        session.ring.pump()
+        with session.ring.lock:
+            return [
+                Step(session.models[number], running.step, tuple(running.records), session.texts)
+                for recorded in self._recorded
+                if (running := session.ring.running.get(number := recorded.context.model)) is not None
+            ]
+
+    def _last(self) -> Step | None:
+        finished = self.steps
+        if finished:
+            return finished[-1]
+        running = self._running()
+        return running[-1] if running else None
+
+    def summary(self) -> Summary | None:
+        """Summary of the last finished step (of the running one where none is finished); ``None`` before any event."""
+        last = self._last()
+        return last.summary() if last is not None else None
+
+    def counts(self) -> dict[str, int]:
+        """Events of the last finished step by kind."""
+        last = self._last()
+        return last.counts if last is not None else {}
+
+    def scalars(self) -> dict[str, float]:
+        """At most 12 floats of the last finished step, for wandb, TensorBoard or MLflow."""
+        last = self._last()
+        if last is None:
+            return {}
+        dropped = self._session.ring.dropped if self._session is not None else 0
+        return steps_module.scalars(last, len(self.violations), dropped)
+
+    def model_map(self, index: int = 0) -> Any:
+        """The :class:`~fsdptrace.model_map.ModelMap` of recorded model ``index``."""
+        return self._recorded[index].hooks.map
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+    def _fault(self, error: Exception) -> None:
+        self.faults += 1
+        if self.faults == 1:
+            policy.logger().error(
+                f"fsdptrace failed and turned this recording off; training goes on: {type(error).__name__}: {error}"
+            )
+            logging.getLogger("fsdptrace").debug("the fault", exc_info=error)
+        self.enabled = False
+        if self._active:
+            self._active = False
+            for recorded in self._recorded:
+                recorded.hooks.remove()
+            if self._optimizers is not None:
+                self._optimizers.remove()
+            for model in self._models:
+                _recorded.discard(model)
+
+
+def _quietly(recorded: Recorded) -> None:
+    """Closes the step of a recording that an exception leaves; nothing may take that exception's place."""
+    try:
+        recorded.end_step()
+    except InvariantViolation:
+        pass
+
+
+def _recorded_for(session: Session, model: nn.Module, options: Options, report: compat.Report) -> Recorded:
+    checks = (options.checks, repr(options.rule_options), options.budget_bytes)
+    known: Recorded | None = session.installed.get(model)
+    number = session.next_model()
+    if known is not None:
+        number = known.context.model
+        if known.checks == checks and known.hooks.take_hold():
+            return known
+    made = Recorded(session, model, number, options, report)
+    if not any(unit.sharded for unit in made.hooks.map.units):
+        raise ValueError(
+            f"record({type(model).__name__}): no module of it was wrapped by fully_shard, so there is nothing to record; "
+            "call record after fully_shard, and pass the module that was wrapped or one that contains it"
+        )
+    session.installed[model] = made
+    return made
+
+
+_warned: list[str] = []
+
+
+def _warn_newer(version: str) -> None:
+    if not _warned:
+        _warned.append(version)
+        policy.logger().warning(
+            f"torch {version} is newer than any release fsdptrace was tried with; all names it needs are there. "
+            "`fsdptrace doctor` shows what was found"
+        )
+
+
+def record(model: nn.Module | Iterable[nn.Module], **options: Any) -> Recording:
+    """Records what FSDP2 does with ``model`` while the returned context manager is active.
+
+    Args:
+        model: a module wrapped by ``fully_shard`` or containing wrapped ones, or several of them.
+        **options: see :class:`fsdptrace.Options`; each is also an environment variable.
+
+    Around one training step it ends the step at exit; around a loop, a step ends at the first outermost forward with grad
+    after an optimizer's step, or when :meth:`Recording.step` is called.
+
+    Raises:
+        ValueError: an option cannot be used.
+        TypeError: an unknown option, or ``model`` is not a module.
+
+    Example:
+        >>> with fsdptrace.record(model, on_violation="raise") as rec:
+        ...     loss = model(batch).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for item in models:
+        if not isinstance(item, nn.Module):
+            raise TypeError(f"record(): a module or several are needed, not {type(item).__name__}")
+    return Recording(models, resolve(**options))

@@ -1,0 +1,285 @@
+"""What lives as long as the process: counters, ring, file and drain thread, shared by every recording that agrees on them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+from fsdptrace import events as ev
+from fsdptrace._version import __version__
+from fsdptrace.checks.base import Violation
+from fsdptrace.checks.policy import QuietLog, logger
+from fsdptrace.disk import TraceWriter, choose_folder
+from fsdptrace.drain import Drain
+from fsdptrace.files import LineFormatter
+from fsdptrace.model_map import ModelMap
+from fsdptrace.options import Options, safe_name
+from fsdptrace.ring import Ring
+
+RUN_ID_WAIT = 5.0  # seconds that other ranks wait for rank 0's run id
+KEPT_VIOLATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is in the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    attempt: int
+
+    @classmethod
+    def now(cls) -> Identity:
+        """From the default process group, else from the launcher's variables."""
+        rank, world = _int("RANK"), _int("WORLD_SIZE", 1)
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            rank, world = dist.get_rank(), dist.get_world_size()
+        attempt = _int("TORCHELASTIC_RESTART_COUNT", _int("SLURM_RESTART_COUNT"))
+        return cls(rank, world, _int("LOCAL_RANK", _int("SLURM_LOCALID")), attempt)
+
+
+def _int(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+class Session:
+    """Counters, ring, file and drain of one process for one set of file options."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.identity = Identity.now()
+        self.pid = os.getpid()
+        self.host = safe_name(socket.gethostname().split(".")[0])
+        self.ring = Ring()
+        self.texts = ev.Texts()
+        self.ids = count(1)
+        self.threads: dict[int, int] = {}
+        self.models: dict[int, ModelMap] = {}
+        self.installed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
+        self.violation_count = 0
+        self.log = QuietLog()
+        self.coverage: list[str] = []
+        self.clock = (time.perf_counter_ns(), time.time_ns())
+        self.formatter = LineFormatter(self.texts, self.models)
+        self.run_id = ""
+        self.run_id_source = ""
+        self.writer: TraceWriter | None = None
+        self.shared: dict[int, list[int]] = {}
+        self.closed = False
+        self.drain = Drain(self)
+        atexit.register(self.close)
+        _register_finalizer(self)
+
+    # -- models --------------------------------------------------------------------------------------------------------
+    def add_model(self, model_map: ModelMap) -> None:
+        """A recorded root appeared, or its map is known better now; its line is written before its events."""
+        with self.drain.lock:
+            self.models[model_map.model] = model_map
+            self.formatter.forget()
+            if self.writer is not None:
+                self.writer.write(_line(model_map.to_json()))
+
+    def next_model(self) -> int:
+        """Number for a new root.
+
+        Raises:
+            RuntimeError: more than 255 roots in one process.
+        """
+        number = len(self.models)
+        if number >= ev.MAX_MODELS:
+            raise RuntimeError(f"fsdptrace records at most {ev.MAX_MODELS} models per process")
+        return number
+
+    # -- the file ------------------------------------------------------------------------------------------------------
+    def open_file(self) -> bool:
+        """Called by the drain before its first line: settles the run id and opens the file. False when it cannot."""
+        if self.writer is not None:
+            return not self.writer.failed
+        self.run_id, self.run_id_source = self._find_run_id()
+        folder = choose_folder(self.options.out, self.complain) / safe_name(self.run_id)
+        role = f"{self.options.role}-" if self.options.role else ""
+        name = f"{role}rank{self.identity.rank:05d}.{self.host}-{self.pid}"
+        for attempt in range(100):
+            writer = TraceWriter(
+                folder, name if not attempt else f"{name}-{attempt}", self.options.max_bytes, self._preamble, self.complain
+            )
+            self.writer = writer
+            try:
+                writer.open()
+                return True
+            except FileExistsError:  # another session of this process, or an old file under the same pid
+                continue
+            except OSError as error:
+                writer.failed = error.strerror or str(error)
+                self.complain(f"cannot write to {folder}: {writer.failed}. There is no trace; checks and training go on")
+                return False
+        return False
+
+    def _preamble(self) -> str:
+        return _line(self.header()) + "".join(_line(model.to_json()) for model in self.models.values())
+
+    def header(self) -> dict[str, Any]:
+        """The first line of the file. Never in it: argv, the environment, anything from a URL."""
+        import platform
+
+        import numpy
+        import torch
+
+        options = self.options
+        identity = self.identity
+        policy = options.on_violation
+        return {
+            "schema": ev.SCHEMA,
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "local_rank": identity.local_rank,
+            "role": options.role,
+            "host": self.host,
+            "pid": self.pid,
+            "run_id": self.run_id,
+            "run_id_source": self.run_id_source,
+            "attempt": identity.attempt,
+            "versions": {
+                "fsdptrace": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "numpy": str(numpy.__version__),
+            },
+            "options": {
+                "checks": list(options.checks) if isinstance(options.checks, tuple) else options.checks,
+                "on_violation": policy if isinstance(policy, str) else "function" if callable(policy) else "mapping",
+                "detail": options.detail,
+                "flush": options.flush,
+                "max_bytes": options.max_bytes,
+                "budget_bytes": options.budget_bytes,
+                "schedule": options.schedule is not None,
+            },
+            "clock": {"perf_counter_ns": self.clock[0], "unix_ns": self.clock[1]},
+            "coverage": list(self.coverage),
+        }
+
+    def _find_run_id(self) -> tuple[str, str]:
+        env = os.environ
+        if self.options.run_id:
+            return self.options.run_id, "option"
+        elastic = env.get("TORCHELASTIC_RUN_ID", "")
+        if elastic and elastic != "none":
+            return safe_name(elastic), "torchelastic"
+        if env.get("SLURM_JOB_ID"):
+            parts = [env.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_ARRAY_TASK_ID")]
+            return safe_name("-".join(part for part in parts if part)), "slurm"
+        made = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid4().hex[:6]}"
+        shared = self._agree(made)
+        return (shared, "store") if shared else (made, "local")
+
+    def _agree(self, made: str) -> str:
+        """Rank 0's id through the default c10d store: polled, never a blocking wait, since a waiting client would hold
+        the store's lock against the training thread. Empty when there is no store or it does not answer."""
+        from fsdptrace.adapters.compat import default_store
+
+        store = default_store()
+        if store is None or self.identity.world_size < 2:
+            return made if self.identity.world_size > 1 else ""
+        key = f"fsdptrace/run_id/{self.identity.attempt}"
+        try:
+            if self.identity.rank == 0:
+                if store.check([key]):
+                    return str(store.get(key).decode())
+                store.set(key, made)
+                return made
+            deadline = time.monotonic() + RUN_ID_WAIT
+            while time.monotonic() < deadline:
+                if store.check([key]):
+                    return str(store.get(key).decode())
+                if self.drain.stopping.wait(0.05):
+                    break
+        except Exception:  # a store that is gone or only pretends (FakeStore): the run is local then
+            return ""
+        return ""
+
+    def complain(self, message: str) -> None:
+        """One clear line to the log."""
+        logger().warning(message)
+
+    # -- violations ----------------------------------------------------------------------------------------------------
+    def keep(self, violation: Violation) -> int:
+        """Keeps ``violation``; the index that its record carries."""
+        self.violations.append(violation)
+        self.violation_count += 1
+        body = violation.to_json()
+        for name in ("model", "group", "step"):
+            del body[name]
+        return self.texts.put_once(json.dumps(body))
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Writes what is left and the end line; called at the end of the process, or by hand. Idempotent."""
+        if self.closed or self.pid != os.getpid():
+            return
+        self.closed = True
+        self.drain.close()
+        where = str(self.writer.folder) if self.writer is not None else ""
+        self.log.close(where)
+        _sessions.pop(self.options.file_key(), None)
+        atexit.unregister(self.close)
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's is ours; the child starts its own when it records."""
+        self.closed = True
+        self.ring.clear()
+        if self.writer is not None:
+            self.writer.abandon()
+
+
+def _line(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":")) + "\n"
+
+
+_sessions: dict[tuple[Any, ...], Session] = {}
+_guard = threading.Lock()
+
+
+def session_for(options: Options) -> Session:
+    """The process's session for ``options``, made when first asked for."""
+    with _guard:
+        key = options.file_key()
+        session = _sessions.get(key)
+        if session is None or session.closed:
+            session = _sessions[key] = Session(options)
+        return session
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()
+    for session in list(_sessions.values()):
+        session.forget()
+    _sessions.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _register_finalizer(session: Session) -> None:
+    """multiprocessing ends forked children by ``os._exit``, past atexit; its own finalizers do run."""
+    try:
+        from multiprocessing.util import Finalize
+    except ImportError:
+        return
+    Finalize(session, Session.close, args=(session,), exitpriority=100)
