@@ -170,9 +170,7 @@ class TraceWriter:
 
     def _fail(self, error: OSError) -> None:
         self.failed = error.strerror or str(error)
-        self.complain(
-            f"cannot write {self.path}: {self.failed}. The trace stops here; checks and training go on."
-        )
+        self.complain(f"cannot write {self.path}: {self.failed}. The trace stops here; checks and training go on.")
 
 
 def _write_all(fd: int, data: bytes, offset: int | None = None) -> None:

@@ -135,9 +135,7 @@ class KindSpec:
     fields: tuple[FieldSpec, ...]
 
 
-def _f(
-    name: str, codec: str, doc: str, names: tuple[str, ...] = (), usual: int | str | None = None
-) -> FieldSpec:
+def _f(name: str, codec: str, doc: str, names: tuple[str, ...] = (), usual: int | str | None = None) -> FieldSpec:
     return FieldSpec(name, codec, doc, names, usual)
 
 
@@ -414,9 +412,7 @@ def wire_bytes(kind: int, size: int, world: int) -> int:
     return 2 * part if kind == ALL_REDUCE else part
 
 
-def decode(
-    record: Sequence[int], step: int, texts: Texts, tensors: Mapping[int, int] | Sequence[int] | None = None
-) -> Event:
+def decode(record: Sequence[int], step: int, texts: Texts, tensors: Mapping[int, int] | Sequence[int] | None = None) -> Event:
     """The :class:`Event` of :data:`WIDTH` integers. ``tensors`` maps a group's id to its number of parameters."""
     kind, seq, t0, t1, group, parent, context = record[:A]
     data: dict[str, Any] = {}

@@ -98,7 +98,8 @@ class LineFormatter:
         if not once:
             if len(self._tails) > _CACHE_LIMIT:
                 self._tails.clear()
-            self._tails[(kind, group, context, *data)] = text
+            key = (kind, group, context, *data)
+            self._tails[key] = text
         return text
 
     def _usual(self, name: str, group: int, context: int) -> int:
@@ -230,9 +231,7 @@ def find_files(folder: str | Path) -> list[Path]:
         return [folder]
     if not folder.is_dir():
         raise NotATrace(f"{folder}: no such file or folder")
-    found = sorted(
-        path for path in folder.rglob("*.jsonl") if not path.name[: -len(".jsonl")].rpartition(".")[2].isdigit()
-    )
+    found = sorted(path for path in folder.rglob("*.jsonl") if not path.name[: -len(".jsonl")].rpartition(".")[2].isdigit())
     if not found:
         raise NotATrace(f"{folder}: no .jsonl files in it; give the folder that `out` named, or one run's folder in it")
     return found

@@ -134,9 +134,7 @@ class ModelMap:
         """
         groups = []
         for item in data["groups"]:
-            params = tuple(
-                _from(ParamInfo, {**param, "shape": tuple(param["shape"])}) for param in item.get("params", ())
-            )
+            params = tuple(_from(ParamInfo, {**param, "shape": tuple(param["shape"])}) for param in item.get("params", ()))
             groups.append(_from(GroupInfo, {**item, "params": params, "modules": tuple(item["modules"])}))
         units = tuple(
             _from(UnitInfo, {**item, "modules": tuple(item["modules"]), "groups": tuple(item["groups"])})

@@ -59,7 +59,16 @@ class Options:
 
     def file_key(self) -> tuple[Any, ...]:
         """What decides where and how a process writes; recordings that agree in it share their files."""
-        return (self.out, self.run_id, self.role, self.max_bytes, self.detail, self.schedule, self.flush, self.exporters)
+        return (
+            self.out,
+            self.run_id,
+            self.role,
+            self.max_bytes,
+            self.detail,
+            self.schedule,
+            self.flush,
+            self.exporters,
+        )
 
 
 def resolve(**given: Any) -> Options:

@@ -127,9 +127,7 @@ class Recorded:
         recording.violations.append(violation)
         options = recording.options
         try:
-            policy.act(
-                violation, options.on_violation, options.raise_until_step, session.log, session.identity.rank
-            )
+            policy.act(violation, options.on_violation, options.raise_until_step, session.log, session.identity.rank)
         except InvariantViolation:
             if self.before_collective is not None:
                 session.drain.flush_now()
@@ -205,9 +203,7 @@ class Recording:
         session.drain.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Takes the hooks off and closes the step. An exception inside passes through unchanged."""
         if not self._active:
             return

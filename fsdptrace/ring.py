@@ -177,4 +177,3 @@ def _essential(records: list[int]) -> list[int]:
         if records[i] in (STEP, VIOLATION):
             out += records[i : i + WIDTH]
     return out
-

@@ -116,7 +116,11 @@ class Session:
         name = f"{role}rank{self.identity.rank:05d}.{self.host}-{self.pid}"
         for attempt in range(100):
             writer = TraceWriter(
-                folder, name if not attempt else f"{name}-{attempt}", self.options.max_bytes, self._preamble, self.complain
+                folder,
+                name if not attempt else f"{name}-{attempt}",
+                self.options.max_bytes,
+                self._preamble,
+                self.complain,
             )
             self.writer = writer
             try:

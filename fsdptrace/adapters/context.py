@@ -62,8 +62,9 @@ class Owner(Protocol):
         """Whether ``error`` is meant to stop the run (a violation under ``raise``)."""
         ...
 
-    def before_collective(self, model: int) -> None:
-        """With ``flush="collective"``: what is recorded goes to the file now."""
+    @property
+    def before_collective(self) -> Callable[[int], None] | None:
+        """With ``flush="collective"``: puts what is recorded into the file now. Else ``None``."""
         ...
 
     def text(self, text: str) -> int:

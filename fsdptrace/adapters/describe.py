@@ -7,7 +7,7 @@ model handle; FSDP2's own names (``_module_fqn``, ``_param_fqn``) are empty unti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -49,7 +49,7 @@ def describe(model: nn.Module, number: int) -> Described:
         names.setdefault(id(module), clean_name(name))
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            states.setdefault(id(state), (state, []))[1].append(module)
+            states.setdefault(id(state), (state, []))[1].append(cast(nn.Module, module))
     units: list[Unit] = []
     groups: list[Any] = []
     infos: list[GroupInfo] = []

@@ -8,6 +8,7 @@ pre-hook before FSDP2's own and a forward hook after it that runs on exceptions 
 from __future__ import annotations
 
 import sys
+from _thread import get_ident
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod, ref
@@ -19,7 +20,16 @@ from torch.utils.hooks import RemovableHandle
 from fsdptrace import events as ev
 from fsdptrace.adapters.compat import groups_of
 from fsdptrace.adapters.context import (
-    BACKWARD_SEQ, BUSY, DEPTH, FINAL, PASS, RECOMPUTE_DEPTH, SOURCE, TOP, Context, clock, get_ident, graph_task_id,
+    BACKWARD_SEQ,
+    DEPTH,
+    FINAL,
+    PASS,
+    RECOMPUTE_DEPTH,
+    SOURCE,
+    TOP,
+    Context,
+    clock,
+    graph_task_id,
 )  # fmt: skip
 from fsdptrace.adapters.context import BASE as CELL_BASE
 from fsdptrace.adapters.context import PARENT as CELL_PARENT
@@ -41,8 +51,7 @@ class InstalledModel:
         self.map: ModelMap = described.map
         self.units = described.units
         self.groups = [
-            GroupHooks(context, group, info)
-            for group, info in zip(described.groups, described.map.groups, strict=True)
+            GroupHooks(context, group, info) for group, info in zip(described.groups, described.map.groups, strict=True)
         ]
         self.installed = False
         self._units = [self._prepare(unit) for unit in self.units]

@@ -19,8 +19,22 @@ import torch
 from fsdptrace import events as ev
 from fsdptrace.adapters.compat import last_reduce_scatter_input
 from fsdptrace.adapters.context import (
-    BACKWARD_SEQ, BASE, BUSY, FINAL, HOW, IMPLICIT, ISSUER, OPEN_GROUP, OPEN_KIND, OUTER_GRAD, PARENT, PASS, SOURCE, TOP,
-    Context, clock,
+    BACKWARD_SEQ,
+    BASE,
+    BUSY,
+    FINAL,
+    HOW,
+    IMPLICIT,
+    ISSUER,
+    OPEN_GROUP,
+    OPEN_KIND,
+    OUTER_GRAD,
+    PARENT,
+    PASS,
+    SOURCE,
+    TOP,
+    Context,
+    clock,
 )  # fmt: skip
 from fsdptrace.adapters.describe import dtype_name
 from fsdptrace.model_map import GroupInfo
@@ -293,7 +307,22 @@ class GroupHooks:
                     input_grad = 2 if grad == 1 and hidden_grad(args, kwargs) else 0
                 context = cell[BASE] + shared[PASS]
                 after = group._training_state._value_
-                append((ev.PRE_FORWARD, seq, t0, t1, gid, parent or shared[TOP], context, before, after, input_grad, grad, 0))
+                append(
+                    (
+                        ev.PRE_FORWARD,
+                        seq,
+                        t0,
+                        t1,
+                        gid,
+                        parent or shared[TOP],
+                        context,
+                        before,
+                        after,
+                        input_grad,
+                        grad,
+                        0,
+                    )
+                )
                 handler(seq, gid, context, before, after, input_grad, grad, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -551,9 +580,7 @@ class _Prefetch:
             cell[ISSUER] = context.shared[SOURCE]
         return result
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         cell = self._cell
         how, source = cell[HOW], cell[ISSUER]
         cell[PARENT] = self._outer
@@ -619,7 +646,7 @@ _PLAIN = (int, float, str, bytes, bool, type(None), torch.Tensor, torch.dtype, t
 def hidden_grad(args: Any, kwargs: Any) -> bool:
     """Whether a tensor that needs grad lies in an object that FSDP2 does not look into. One level deep."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, _PLAIN) or isinstance(value, (tuple, list, dict)):
+        if isinstance(value, (*_PLAIN, tuple, list, dict)):
             continue
         inner = getattr(value, "__dict__", None)
         if isinstance(value, (set, frozenset)):

@@ -97,9 +97,7 @@ class QuietLog:
         logger().warning(f"found {'; '.join(parts)}. See `fsdptrace report {where}`")
 
 
-def act(
-    violation: Violation, on_violation: OnViolation, raise_until_step: int | None, log: QuietLog, rank: int
-) -> None:
+def act(violation: Violation, on_violation: OnViolation, raise_until_step: int | None, log: QuietLog, rank: int) -> None:
     """Carries the policy out.
 
     Raises:

@@ -41,8 +41,6 @@ def check_names(names: Iterable[str], where: str) -> None:
         raise ValueError(f"{where}: no rule named {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")
 
 
-def make(
-    rules: Sequence[type[Rule]], tracker: Any, report: Any, options: Mapping[str, Mapping[str, Any]]
-) -> list[Rule]:
+def make(rules: Sequence[type[Rule]], tracker: Any, report: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Rule]:
     """One object per rule for one model."""
     return [rule(tracker, report, options.get(rule.name)) for rule in rules]
