@@ -14,6 +14,8 @@ from fsdptrace.ring import StepRecords
 if TYPE_CHECKING:
     from fsdptrace.session import Session
 
+ENTERED = 11  # as in adapters.context, which is not imported here: the drain runs where torch need not be
+GROUP_UNIT = 32
 PERIOD = 0.25  # seconds between looks at the ring
 HEARTBEAT = 1.0  # seconds
 BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
@@ -199,14 +201,15 @@ class Drain:
     def _entered(self) -> dict[str, Any] | None:
         """The collective that a training thread is in, as its hooks noted it."""
         for model, shared in list(self._session.shared.items()):
-            kind = shared[0]
-            if kind:
-                return {"kind": ev.KINDS[kind], "model": model, "group": shared[1]}
+            entered = shared[ENTERED]
+            if entered:
+                kind, group = entered % GROUP_UNIT, entered // GROUP_UNIT
+                return {"kind": ev.KINDS[kind], "model": model, "group": group}
         return None
 
-    def flush_now(self, entered: tuple[int, int, int] | None = None) -> None:
-        """Writes everything recorded so far, from the calling thread; then, if given, that a collective is entered:
-        ``(model, kind, group)``."""
+    def flush_now(self, model: int = 0, entered: int = 0) -> None:
+        """Writes everything recorded so far, from the calling thread; then, if given, that ``model`` enters a
+        collective: kind + 32 * group."""
         session = self._session
         with self.lock:
             session.ring.pump()
@@ -218,8 +221,8 @@ class Drain:
                 self._finish(step, 0.0)
             for step in session.ring.running.values():
                 self._write(step, 0.0)
-            if entered is not None and session.writer is not None:
-                model, kind, group = entered
+            if entered and session.writer is not None:
+                kind, group = entered % GROUP_UNIT, entered // GROUP_UNIT
                 session.writer.write(
                     f'{{"kind":"entered","t":{time.perf_counter_ns()},"what":"{ev.KINDS[kind]}","model":{model},'
                     f'"group":{group}}}\n'

@@ -13,8 +13,8 @@ import torch.nn as nn
 from fsdptrace import events as ev
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
-from fsdptrace.adapters.context import BUSY, FINAL, OPEN_GROUP, OPEN_KIND, STEPPED, Context, clock
-from fsdptrace.adapters.describe import describe
+from fsdptrace.adapters.context import BUSY, ENTERED, FINAL, STEPPED, Context, clock
+from fsdptrace.adapters.describe import class_name, describe
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.checks import policy, registry
@@ -25,23 +25,17 @@ from fsdptrace.session import Session, session_for
 from fsdptrace.steps import Step
 from fsdptrace.summary import Summary
 
+# Roots and (by id, while their hooks are on and hold them) param groups that are being recorded.
 _recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+_recorded_groups: set[int] = set()
 
 
 class AlreadyRecorded(RuntimeError):
     """A model, or a part of it, is being recorded already; recording it twice would count everything twice."""
 
 
-class _OpenCollective:
-    """A view of the two items of a model's shared list that say which collective is entered; read by the heartbeat."""
-
-    __slots__ = ("_shared",)
-
-    def __init__(self, shared: list[int]) -> None:
-        self._shared = shared
-
-    def __getitem__(self, index: int) -> int:
-        return self._shared[OPEN_KIND + index]
+def _already(model: nn.Module) -> str:
+    return f"this {class_name(model)} (or a part of it) is being recorded already; leave that `record` first"
 
 
 class Recorded:
@@ -61,7 +55,7 @@ class Recorded:
         self.before_collective = self._flush if options.flush == "collective" else None
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
         self.hooks = InstalledModel(self.context, described)
-        session.shared[number] = _OpenCollective(self.context.shared)  # type: ignore[assignment]
+        session.shared[number] = self.context.shared
         session.add_model(described.map)
 
         self._seen = False
@@ -90,8 +84,7 @@ class Recorded:
     _from_callable: BaseException | None = None
 
     def _flush(self, model: int) -> None:
-        shared = self.context.shared
-        self.session.drain.flush_now((model, shared[OPEN_KIND], shared[OPEN_GROUP]))
+        self.session.drain.flush_now(model, self.context.shared[ENTERED])
 
     def end_step(self, model: int | None = None) -> None:
         """Closes the running step; nothing when nothing happened in it."""
@@ -164,6 +157,7 @@ class Recording:
         self._session: Session | None = None
         self._optimizers: OptimizerSteps | None = None
         self._active = False
+        self._groups: list[int] = []
 
     # -- life ----------------------------------------------------------------------------------------------------------
     def __enter__(self) -> Recording:
@@ -180,20 +174,23 @@ class Recording:
         if report.newer:
             _warn_newer(report.version)
         for model in self._models:
-            if any(module in _recorded for module in model.modules()):
-                raise AlreadyRecorded(
-                    f"this {type(model).__name__} (or a part of it) is being recorded already; leave that `record` first"
-                )
+            if model in _recorded:
+                raise AlreadyRecorded(_already(model))
         session = self._session = session_for(self.options)
         try:
             for model in self._models:
                 self._recorded.append(_recorded_for(session, model, self.options, report))
+            groups = [id(hooks.group) for recorded in self._recorded for hooks in recorded.hooks.groups]
+            if not _recorded_groups.isdisjoint(groups) or len(set(groups)) != len(groups):
+                raise AlreadyRecorded(_already(self._models[0]))
         except BaseException:
             for recorded in self._recorded:
                 recorded.hooks.let_go()
             self._recorded = []
             raise
         self._active = True
+        self._groups = groups
+        _recorded_groups.update(groups)
         for recorded, model in zip(self._recorded, self._models, strict=True):
             recorded.recording = self
             _recorded.add(model)
@@ -229,6 +226,7 @@ class Recording:
             recorded.hooks.let_go()
             recorded.recording = None
             _recorded.discard(model)
+        _recorded_groups.difference_update(self._groups)
         if self._session is not None:
             self._session.drain.wake.set()
 
@@ -338,6 +336,7 @@ class Recording:
                 self._optimizers.remove()
             for model in self._models:
                 _recorded.discard(model)
+            _recorded_groups.difference_update(self._groups)
 
 
 def _quietly(recorded: Recorded) -> None:

@@ -98,7 +98,7 @@ class Summariser:
 
     def feed(self, record: Sequence[int]) -> None:
         """One record of the model."""
-        kind, seq, t0, t1, group, _parent, context, a, b, c, d, e = record
+        kind, seq, t0, t1, group, _parent, context, a, b, c, _d, e = record
         self._counts[kind] += 1
         self._first = min(self._first or t0, t0)
         self._last = max(self._last, t1)

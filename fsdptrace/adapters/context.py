@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable
@@ -16,27 +15,26 @@ from fsdptrace import events as ev
 clock = time.perf_counter_ns
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# Positions in the list that the hooks of one model share (a list: reading an item is the cheapest shared state there is).
-PASS = 0
-TOP = 1  # seq of the open outermost forward or backward, 0 without
-DEPTH = 2  # nesting of units' forwards outside a backward
-RECOMPUTE_DEPTH = 3  # nesting of units' forwards inside a backward
-SOURCE = 4  # first group of the unit whose state hook runs or ran last: the source of explicit prefetches
-BACKWARD_SEQ = 5  # seq of the open backward, 0 without
-FINAL = 6  # 1 while the root's final callback runs
-OUTER_GRAD = 7  # grad mode of the open outermost forward
-STEPPED = 8  # 1 after an optimizer of the model stepped
-BUSY = 9  # 1 when the running step has an event other than snapshots
-OPEN_KIND = 10  # kind and group of a collective that was entered and not left
-OPEN_GROUP = 11
-SIZE = 12
-
-# Positions in a thread's cell.
-PARENT = 0  # seq of the innermost open event of this thread, 0 without
-BASE = 1  # thread and model part of the context
-HOW = 2  # packed how of the prefetch that is running, 0 without
-ISSUER = 3  # its source
-IMPLICIT = 4  # group + 1 whose _backward_prefetch is running, 0 without
+# Positions in the list that the hooks of one model share: reading an item of a list is the cheapest shared state there
+# is. A model's hooks run on one thread at a time (FSDP2 itself allows no other): the caller's, or, for a backward on an
+# accelerator, the autograd engine's while the caller waits.
+CONTEXT = 0  # pass + 4 * model + 1024 * thread, as records carry it
+PARENT = 1  # seq of the innermost open hook, 0 outside
+TOP = 2  # seq of the open outermost forward or backward, 0 without
+DEPTH = 3  # nesting of units' forwards outside a backward
+RECOMPUTE_DEPTH = 4  # nesting of units' forwards inside a backward
+SOURCE = 5  # first group of the unit whose state hook runs or ran last: the source of explicit prefetches
+BACKWARD_SEQ = 6  # seq of the open backward, 0 without
+FINAL = 7  # 1 while the root's final callback runs
+OUTER_GRAD = 8  # grad mode of the open outermost forward
+STEPPED = 9  # 1 after an optimizer of the model stepped
+BUSY = 10  # 1 when the running step has an event other than snapshots
+ENTERED = 11  # kind + 32 * group of a collective that was entered and not left, 0 without
+HOW = 12  # packed how of the prefetch that is running, 0 without
+ISSUER = 13  # its source
+IMPLICIT = 14  # group + 1 whose _backward_prefetch is running, 0 without
+SIZE = 15
+GROUP_UNIT = 32
 
 
 Handler = Callable[[int, int, int, int, int, int, int, int], None]
@@ -76,20 +74,6 @@ class Owner(Protocol):
         ...
 
 
-class Cells(dict[int, list[int]]):
-    """The cell of each thread, made when first asked for."""
-
-    def __init__(self, model: int, threads: dict[int, int]) -> None:
-        super().__init__()
-        self._model = model
-        self._threads = threads
-
-    def __missing__(self, ident: int) -> list[int]:
-        thread = self._threads.setdefault(ident, len(self._threads))
-        cell = self[ident] = [0, thread * ev.THREAD_UNIT + self._model * ev.MODEL_UNIT, 0, ev.NONE, 0]
-        return cell
-
-
 class Context:
     """Shared by all hooks of one recorded model in one process.
 
@@ -116,11 +100,13 @@ class Context:
         self.ids = ids
         self.owner = owner
         self.shared = [0] * SIZE
-        self.cells = Cells(model, threads)
+        self.threads = threads
+        self.base = model * ev.MODEL_UNIT
+        self.shared[CONTEXT] = self.base
         self.on = {kind: listener.handler(kind) for kind in range(1, len(ev.KINDS))}
         self.backward_t0 = 0
         self.backward_task = -1
-        self.backward_outer = (0, 0)
+        self.backward_outer = (self.base, 0, 0)
         self.backward_t1 = 0
         self.backward_last = True
         self.forward_t0 = 0
@@ -134,11 +120,22 @@ class Context:
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
     ) -> None:
         """Records one event and shows it to the checks; the slow form, for rare kinds."""
-        shared = self.shared
-        context = self.cells[get_ident()][BASE] + (shared[PASS] if pass_ is None else pass_)
+        context = self.shared[CONTEXT]
+        if pass_ is not None:
+            context += pass_ - context % 4
         payload = data + (0,) * (5 - len(data))
         self.append((kind, seq, t0, t1, group, parent, context, *payload))
         self.on[kind](seq, group, context, *payload)
+
+    def enter_pass(self, pass_: int) -> None:
+        """The model goes over to ``pass_`` on this thread."""
+        threads = self.threads
+        thread = threads.setdefault(get_ident(), len(threads))
+        self.shared[CONTEXT] = pass_ + self.base + thread * ev.THREAD_UNIT
+
+    def parent(self) -> int:
+        """``seq`` of what is open around the caller, 0 for nothing."""
+        return self.shared[PARENT] or self.shared[TOP]
 
     # -- outermost forward ---------------------------------------------------------------------------------------------
     def open_forward(self, unit: int, t0: int) -> None:
@@ -149,7 +146,8 @@ class Context:
             self.owner.end_step(self.model)
         seq = next(self.ids)
         shared[TOP] = seq
-        shared[PASS] = ev.PASS_FORWARD
+        shared[PARENT] = 0
+        self.enter_pass(ev.PASS_FORWARD)
         shared[OUTER_GRAD] = 1 if grad else 0
         shared[BUSY] = 1
         self.forward_seq = seq
@@ -168,7 +166,7 @@ class Context:
                 self.forward_unit, grad, int(self.inference), pass_=ev.PASS_FORWARD,
             )  # fmt: skip
         finally:
-            shared[PASS] = ev.PASS_NONE
+            self.enter_pass(ev.PASS_NONE)
             shared[DEPTH] = 0
             shared[OUTER_GRAD] = 0
 
@@ -179,11 +177,12 @@ class Context:
         task = graph_task_id()
         if task == -1 or shared[BACKWARD_SEQ]:
             return
-        self.backward_outer = (shared[PASS], shared[TOP])
+        self.backward_outer = (shared[CONTEXT], shared[TOP], shared[PARENT])
         self.backward_t0 = self.backward_t1 = clock()
         self.backward_task = task
         shared[BACKWARD_SEQ] = shared[TOP] = next(self.ids)
-        shared[PASS] = ev.PASS_BACKWARD
+        shared[PARENT] = 0
+        self.enter_pass(ev.PASS_BACKWARD)
         shared[RECOMPUTE_DEPTH] = 0
         shared[BUSY] = 1
 
@@ -205,11 +204,14 @@ class Context:
             return
         shared[BACKWARD_SEQ] = 0
         shared[RECOMPUTE_DEPTH] = 0
-        shared[PASS], shared[TOP] = self.backward_outer
-        self.emit(
-            ev.BACKWARD, seq, self.backward_t0, self.backward_t1, ev.NONE, shared[TOP],
-            int(self.backward_last), pass_=ev.PASS_BACKWARD,
-        )  # fmt: skip
+        outer, shared[TOP], shared[PARENT] = self.backward_outer
+        try:
+            self.emit(
+                ev.BACKWARD, seq, self.backward_t0, self.backward_t1, ev.NONE, self.parent(),
+                int(self.backward_last), pass_=ev.PASS_BACKWARD,
+            )  # fmt: skip
+        finally:
+            shared[CONTEXT] = outer
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
     def note_exception(self, error: BaseException, group: int, unit: int) -> None:
@@ -222,7 +224,7 @@ class Context:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         self.emit(
-            ev.EXCEPTION, next(self.ids), now, now, group, self.cells[get_ident()][PARENT] or self.shared[TOP],
+            ev.EXCEPTION, next(self.ids), now, now, group, self.parent(),
             self.owner.text(name), unit,
         )  # fmt: skip
 
@@ -231,11 +233,6 @@ class Context:
         stepped = self.shared[STEPPED]
         self.shared[:] = [0] * SIZE
         self.shared[STEPPED] = stepped
-        for cell in self.cells.values():
-            cell[PARENT] = cell[HOW] = cell[IMPLICIT] = 0
+        self.shared[CONTEXT] = self.base
         self.seen_exception = 0
 
-
-def caller_name(depth: int = 2) -> str:
-    """Name of the function that called the wrapper (``depth`` 2 from inside a wrapper's helper)."""
-    return sys._getframe(depth).f_code.co_name

@@ -8,7 +8,6 @@ pre-hook before FSDP2's own and a forward hook after it that runs on exceptions 
 from __future__ import annotations
 
 import sys
-from _thread import get_ident
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod, ref
@@ -18,21 +17,18 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdptrace import events as ev
-from fsdptrace.adapters.compat import groups_of
+from fsdptrace.adapters.compat import GROUP_METHODS, groups_of
 from fsdptrace.adapters.context import (
     BACKWARD_SEQ,
+    CONTEXT,
     DEPTH,
     FINAL,
-    PASS,
     RECOMPUTE_DEPTH,
     SOURCE,
-    TOP,
     Context,
     clock,
     graph_task_id,
 )  # fmt: skip
-from fsdptrace.adapters.context import BASE as CELL_BASE
-from fsdptrace.adapters.context import PARENT as CELL_PARENT
 from fsdptrace.adapters.describe import Described, Unit, describe
 from fsdptrace.adapters.hooks import PRE_BACKWARD_STATE, GroupHooks, flags_of
 from fsdptrace.model_map import ModelMap
@@ -55,6 +51,12 @@ class InstalledModel:
         ]
         self.installed = False
         self._units = [self._prepare(unit) for unit in self.units]
+        self._classes = {type(hooks.group) for hooks in self.groups}
+        self._methods = self._class_methods()
+
+    def _class_methods(self) -> list[Any]:
+        """The functions that the wrappers call, which somebody may patch between two recordings."""
+        return [getattr(cls, name, None) for cls in self._classes for name in (*GROUP_METHODS, "_reset_iter_state")]
 
     # -- install and remove --------------------------------------------------------------------------------------------
     def install(self, known: Callable[[int], tuple[bool, bool, int] | None]) -> None:
@@ -92,9 +94,8 @@ class InstalledModel:
 
     def take_hold(self) -> bool:
         """Gets the references back. False when the model is gone or was wrapped anew, so that it must be described again."""
-        for unit in self._units:
-            if not unit.take_hold():
-                return False
+        if self._methods != self._class_methods() or not all(unit.take_hold() for unit in self._units):
+            return False
         if not all(hooks.take_hold() for hooks in self.groups):
             return False
         # Once the root is initialised its wrap can no longer change; before, fully_shard may have been called since.
@@ -129,7 +130,7 @@ class InstalledModel:
                     if not shared[BACKWARD_SEQ]:
                         c.open_backward()
                     shared[RECOMPUTE_DEPTH] += 1
-                    shared[PASS] = ev.PASS_RECOMPUTE
+                    shared[CONTEXT] |= ev.PASS_RECOMPUTE
                     early()
                     return
                 if shared[BACKWARD_SEQ]:
@@ -157,12 +158,12 @@ class InstalledModel:
                 if output is None and (error := exc_info()[1]) is not None and _leaves(error, module):
                     if type(error).__name__ != "_StopRecomputationError":
                         c.note_exception(error, group, unit_id)
-                elif shared[PASS] == ev.PASS_RECOMPUTE:
+                elif shared[CONTEXT] % 4 == ev.PASS_RECOMPUTE:
                     early()
                 if shared[BACKWARD_SEQ] and shared[RECOMPUTE_DEPTH]:
                     shared[RECOMPUTE_DEPTH] -= 1
                     if not shared[RECOMPUTE_DEPTH]:
-                        shared[PASS] = ev.PASS_BACKWARD
+                        shared[CONTEXT] -= ev.PASS_RECOMPUTE - ev.PASS_BACKWARD
                     return
                 depth = shared[DEPTH]
                 if depth == 1:
@@ -191,12 +192,11 @@ class InstalledModel:
                 now = clock()
                 gid = hooks.id
                 before = hooks.group._training_state._value_
-                cell = c.cells[get_ident()]
-                context = cell[CELL_BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 grad = 1 if torch.is_grad_enabled() else 0
                 data = (before, before, 3, grad, 0) if kind == ev.PRE_FORWARD else (before, before, 0, 0, 0)
                 seq = next(c.ids)
-                c.append((kind, seq, now, now, gid, cell[CELL_PARENT] or shared[TOP], context, *data))
+                c.append((kind, seq, now, now, gid, c.parent(), context, *data))
                 handler(seq, gid, context, *data)
 
         return early

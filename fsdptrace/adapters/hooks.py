@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from _thread import get_ident
 from collections.abc import Callable
 from types import CellType, TracebackType
 from typing import Any
@@ -20,17 +19,16 @@ from fsdptrace import events as ev
 from fsdptrace.adapters.compat import last_reduce_scatter_input
 from fsdptrace.adapters.context import (
     BACKWARD_SEQ,
-    BASE,
     BUSY,
+    CONTEXT,
+    ENTERED,
     FINAL,
+    GROUP_UNIT,
     HOW,
     IMPLICIT,
     ISSUER,
-    OPEN_GROUP,
-    OPEN_KIND,
     OUTER_GRAD,
     PARENT,
-    PASS,
     SOURCE,
     TOP,
     Context,
@@ -45,7 +43,7 @@ FORWARD_PREFETCH = ev.pack_how(direction=1)
 BACKWARD_PREFETCH = ev.pack_how(direction=2)
 IMPLICIT_MODE = ev.pack_how(mode=1)
 EXPLICIT_MODE = ev.pack_how(mode=2)
-OPEN, PENDING, DISABLED = 1, 2, 3
+OPEN, PENDING, DISABLED = 1, 2, 3  # positions in NOOPS
 UNSHARDED = 3
 POST_FORWARD_STATE = 2
 PRE_BACKWARD_STATE = 2
@@ -67,6 +65,9 @@ class GroupHooks:
         self.id = info.id
         self.bytes = info.bytes
         self.flags = flags_of(group)
+        self.measured = False
+        self.dtype = 0
+        self.shared_with_others = False
         self.wrappers: dict[str, Wrapper] = {
             "unshard": self._unshard(),
             "wait_for_unshard": self._wait(),
@@ -85,95 +86,103 @@ class GroupHooks:
         self._reference = weakref.ref(group)
         self._cells = self._strong_cells()
 
+    def method(self, name: str) -> Callable[..., Any]:
+        """The method to call with the group as first argument: the class's function, which keeps no group alive, or what
+        somebody else put on the instance before us."""
+        own = self.group.__dict__.get(name)
+        if own is None:
+            function: Callable[..., Any] = getattr(type(self.group), name)
+            return function
+        self.shared_with_others = True
+        return lambda _group, *args, **kwargs: own(*args, **kwargs)
+
     # -- keeping no model alive ----------------------------------------------------------------------------------------
-    def _strong_cells(self) -> list[tuple[CellType, str]]:
-        """Closure cells that hold the group, one of its methods or its parameters, and what to put there again."""
-        group = self.group
-        found = []
-        for name, wrapper in self.wrappers.items():
-            for variable, cell in zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True):
-                if cell.cell_contents is group:
-                    found.append((cell, ""))
-                elif variable == "orig":
-                    found.append((cell, name))
-                elif variable == "params":
-                    found.append((cell, "fsdp_params"))
-        return found
+    def _strong_cells(self) -> tuple[list[CellType], list[CellType]]:
+        """Closure cells that hold the group, and those that hold its list of parameters."""
+        groups, params = [], []
+        for wrapper in self.wrappers.values():
+            for cell in wrapper.__closure__ or ():
+                if cell.cell_contents is self.group:
+                    groups.append(cell)
+                elif cell.cell_contents is self.group.fsdp_params:
+                    params.append(cell)
+        return groups, params
 
     def let_go(self) -> None:
         """Drops every strong reference to the group: while no recording is active nothing of ours keeps a model alive."""
         self.group = None
-        for cell, _name in self._cells:
+        groups, params = self._cells
+        for cell in groups:
+            cell.cell_contents = None
+        for cell in params:
             cell.cell_contents = None
 
     def take_hold(self) -> bool:
-        """The inverse of :meth:`let_go`, with the methods as they are now. False when the group is gone."""
+        """The inverse of :meth:`let_go`. False when the group is gone or somebody else's methods are on it."""
         group = self._reference()
-        if group is None:
+        if group is None or self.shared_with_others or "unshard" in group.__dict__:
             return False
         self.group = group
-        for cell, name in self._cells:
-            cell.cell_contents = getattr(group, name) if name else group
+        self.measured = False
+        groups, params = self._cells
+        for cell in groups:
+            cell.cell_contents = group
+        for cell in params:
+            cell.cell_contents = group.fsdp_params
         return True
 
     # -- gathering and freeing -----------------------------------------------------------------------------------------
     def _unshard(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.UNSHARD]
-        orig = group.unshard
-        numbers: dict[torch.dtype, int] = {}
+        orig = self.method("unshard")
+        entered = ev.UNSHARD + GROUP_UNIT * gid
+        flush, model = owner.before_collective, c.model
         post_world, world_of = self.info.post_forward_world, self.info.world
+        smaller_mesh = post_world not in (1, world_of)
         usual_dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
+        unsharded = type(group._sharded_state).UNSHARDED
 
         def unshard(async_op: bool = False) -> Any:
             t0 = clock()
             seq = next(ids)
-            cell = cells[get_ident()]
-            parent = cell[PARENT]
-            cell[PARENT] = seq
-            state = group._sharded_state._value_
-            training = group._training_state._value_
-            noop = PENDING if group._all_gather_result is not None else OPEN if state == UNSHARDED else 0
+            state = group._sharded_state
+            noop = PENDING if group._all_gather_result is not None else OPEN if state is unsharded else 0
             if not noop:
-                shared[OPEN_KIND] = ev.UNSHARD
-                shared[OPEN_GROUP] = gid
-                if owner.before_collective is not None:
-                    owner.before_collective(c.model)
+                shared[ENTERED] = entered
+                if flush is not None:
+                    flush(model)
             try:
-                result = orig(async_op)
+                result = orig(group, async_op)
             except BaseException as error:
-                cell[PARENT] = parent
                 self._failed(error)
                 raise
             t1 = clock()
-            cell[PARENT] = parent
-            shared[OPEN_KIND] = 0
+            shared[ENTERED] = 0
             try:
-                how = cell[HOW]
-                issuer = ev.NONE
-                if how:
-                    issuer = cell[ISSUER]
-                elif training >= IDLE_OR_POST:
-                    how = MANUAL
+                how = shared[HOW]
+                issuer = shared[ISSUER] if how else -1
+                parent = shared[PARENT]
+                if not parent:  # in no hook of the group's: the user, or FSDPState's repair in a recomputation
+                    parent = shared[TOP]
+                    shared[BUSY] = 1
+                    if group._training_state._value_ >= IDLE_OR_POST:
+                        how = MANUAL
                 size = 0
                 dtype = usual_dtype
-                world = post_world if state == POST_FORWARD_STATE else world_of
-                if not noop:
-                    gathered = group._all_gather_result
-                    if gathered is None:
-                        noop = DISABLED
-                    elif gathered.all_gather_input_split_sizes:
-                        output = gathered.all_gather_output
-                        size = self.bytes = output.numel() * output.element_size()
-                        dtype = numbers.get(output.dtype) or numbers.setdefault(output.dtype, dtype_number(output.dtype))
-                    else:  # a world of one since torch 2.9: nothing travels, the copy is made all the same
-                        size = self.bytes = self.info.bytes
-                how += noop
-                context = cell[BASE] + shared[PASS]
-                parent = parent or shared[TOP]
-                shared[BUSY] = 1
-                append((ev.UNSHARD, seq, t0, t1, gid, parent, context, size, world, dtype, issuer, how))
+                world = post_world if smaller_mesh and state._value_ == POST_FORWARD_STATE else world_of
+                if noop:
+                    how += noop
+                elif group._all_gather_result is None:
+                    how += DISABLED
+                elif self.measured:
+                    size = self.bytes
+                    dtype = self.dtype
+                else:
+                    size, dtype = self.measure(group._all_gather_result)
+                context = shared[CONTEXT]
+                append((1, seq, t0, t1, gid, parent, context, size, world, dtype, issuer, how))
                 handler(seq, gid, context, size, world, dtype, issuer, how)
             except Exception as error:
                 if owner.stop_run(error):
@@ -183,28 +192,39 @@ class GroupHooks:
 
         return unshard
 
+    def measure(self, gathered: Any) -> tuple[int, int]:
+        """Bytes and dtype of a gather as PyTorch made it. They do not vary while the hooks are on, so that once is enough."""
+        self.measured = True
+        if gathered.all_gather_input_split_sizes:
+            output = gathered.all_gather_output
+            self.bytes = output.numel() * output.element_size()
+            self.dtype = dtype_number(output.dtype)
+        else:  # a world of one since torch 2.9: nothing travels, the copy is made all the same
+            self.bytes = self.info.bytes
+            self.dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
+        return self.bytes, self.dtype
+
     def _wait(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.WAIT]
-        orig = group.wait_for_unshard
+        orig = self.method("wait_for_unshard")
 
         def wait_for_unshard() -> Any:
             if group._all_gather_result is None:
-                return orig()
+                return orig(group)
             t0 = clock()
             seq = next(ids)
             try:
-                result = orig()
+                result = orig(group)
             except BaseException as error:
                 self._failed(error)
                 raise
             t1 = clock()
             try:
-                cell = cells[get_ident()]
-                context = cell[BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 size = self.bytes
-                append((ev.WAIT, seq, t0, t1, gid, cell[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))
+                append((2, seq, t0, t1, gid, shared[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))
                 handler(seq, gid, context, size, 0, 0, 0, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -216,31 +236,30 @@ class GroupHooks:
 
     def _to_sharded(self, name: str, to: int) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.RESHARD]
-        orig = getattr(group, name)
+        orig = self.method(name)
         nothing_to_do = to + 1
 
         def to_sharded() -> Any:
             before = group._sharded_state._value_
             if before == nothing_to_do:
-                return orig()
+                return orig(group)
             t0 = clock()
             seq = next(ids)
-            result = orig()
+            result = orig(group)
             t1 = clock()
             try:
-                caller = sys._getframe(1).f_code.co_name
-                if caller == "reshard":
-                    # In a hook the training state is FORWARD or POST_BACKWARD; a call of the user's finds it idle.
-                    cause = 0 if group._training_state._value_ != 4 or shared[FINAL] else 1
-                else:
+                parent = shared[PARENT]
+                cause = 0
+                if not parent:  # in no hook of the group's
+                    parent = shared[TOP]
+                    shared[BUSY] = 1
+                    caller = sys._getframe(1).f_code.co_name
                     cause = 2 if caller == "to_sharded_hook" else 3 if caller == "_reset_iter_state" else 1
-                cell = cells[get_ident()]
-                context = cell[BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 size = self.bytes if before == UNSHARDED else 0
-                shared[BUSY] = 1
-                append((ev.RESHARD, seq, t0, t1, gid, cell[PARENT] or shared[TOP], context, size, to, cause, 0, 0))
+                append((3, seq, t0, t1, gid, parent, context, size, to, cause, 0, 0))
                 handler(seq, gid, context, size, to, cause, 0, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -252,77 +271,62 @@ class GroupHooks:
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
     def _use_training_state(self) -> Wrapper:
-        orig = self.group.use_training_state
+        group = self.group
+        orig = self.method("use_training_state")
 
         def use_training_state(training_state: Any) -> _Prefetch:
             # The only caller is _prefetch_unshard (2.6 to 2.15): "a prefetch targets this group".
-            return _Prefetch(self, orig(training_state), training_state._value_)
+            return _Prefetch(self, orig(group, training_state), training_state._value_)
 
         return use_training_state
 
     def _backward_prefetch(self) -> Wrapper:
-        cells, gid = self.context.cells, self.id
-        orig = self.group._backward_prefetch
+        shared, group, gid = self.context.shared, self.group, self.id
+        orig = self.method("_backward_prefetch")
 
         def _backward_prefetch() -> Any:
-            cell = cells[get_ident()]
-            cell[IMPLICIT] = gid + 1
+            shared[IMPLICIT] = gid + 1
             try:
-                return orig()
+                return orig(group)
             finally:
-                cell[IMPLICIT] = 0
+                shared[IMPLICIT] = 0
 
         return _backward_prefetch
 
     # -- forward -------------------------------------------------------------------------------------------------------
     def _pre_forward(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.PRE_FORWARD]
-        orig = group.pre_forward
+        orig = self.method("pre_forward")
         grad_enabled = torch.is_grad_enabled
 
         def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
             t0 = clock()
             seq = next(ids)
-            cell = cells[get_ident()]
-            parent = cell[PARENT]
-            cell[PARENT] = seq
+            outer = shared[PARENT]
+            shared[PARENT] = seq
             before = group._training_state._value_
             try:
-                result = orig(module, args, kwargs)
+                result = orig(group, module, args, kwargs)
             except BaseException as error:
-                cell[PARENT] = parent
+                shared[PARENT] = outer
                 self._failed(error)
                 raise
             t1 = clock()
-            cell[PARENT] = parent
+            shared[PARENT] = outer
             try:
-                grad = 1 if grad_enabled() else 2 if shared[OUTER_GRAD] else 0
-                if result[0] is not args or result[1] is not kwargs:
-                    input_grad = 1  # _register_post_backward_hook gives new containers when it hooked a tensor
-                elif before == 1:
-                    input_grad = 3  # a further module of a grouped unit: the first one was asked
-                else:
-                    input_grad = 2 if grad == 1 and hidden_grad(args, kwargs) else 0
-                context = cell[BASE] + shared[PASS]
+                grad = input_grad = 1
+                if result[0] is args and result[1] is kwargs:
+                    # _register_post_backward_hook gives new containers when it hooked a tensor; here it did not.
+                    grad = 1 if grad_enabled() else 2 if shared[OUTER_GRAD] else 0
+                    if before == 1:
+                        input_grad = 3  # a further module of a grouped unit: the first one was asked
+                    else:
+                        input_grad = 2 if grad == 1 and hidden_grad(args, kwargs) else 0
+                context = shared[CONTEXT]
                 after = group._training_state._value_
-                append(
-                    (
-                        ev.PRE_FORWARD,
-                        seq,
-                        t0,
-                        t1,
-                        gid,
-                        parent or shared[TOP],
-                        context,
-                        before,
-                        after,
-                        input_grad,
-                        grad,
-                        0,
-                    )
-                )
+                append((6, seq, t0, t1, gid, outer or shared[TOP], context, before, after, input_grad, grad, 0))
                 handler(seq, gid, context, before, after, input_grad, grad, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -334,26 +338,25 @@ class GroupHooks:
 
     def _post_forward(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.POST_FORWARD]
-        orig = group.post_forward
+        orig = self.method("post_forward")
 
         def post_forward(module: Any, input: Any, output: Any) -> Any:
             t0 = clock()
             seq = next(ids)
-            cell = cells[get_ident()]
-            parent = cell[PARENT]
-            cell[PARENT] = seq
+            outer = shared[PARENT]
+            shared[PARENT] = seq
             before = group._training_state._value_
             try:
-                result = orig(module, input, output)
+                result = orig(group, module, input, output)
             finally:
-                cell[PARENT] = parent
+                shared[PARENT] = outer
             t1 = clock()
             try:
-                context = cell[BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 after = group._training_state._value_
-                append((ev.POST_FORWARD, seq, t0, t1, gid, parent or shared[TOP], context, before, after, 0, 0, 0))
+                append((7, seq, t0, t1, gid, outer or shared[TOP], context, before, after, 0, 0, 0))
                 handler(seq, gid, context, before, after, 0, 0, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -366,33 +369,32 @@ class GroupHooks:
     # -- backward ------------------------------------------------------------------------------------------------------
     def _pre_backward(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.PRE_BACKWARD]
-        orig = group.pre_backward
+        orig = self.method("pre_backward")
 
         def pre_backward(default_prefetch: bool, *unused: Any) -> Any:
             before = group._training_state._value_
             if before == PRE_BACKWARD_STATE:  # a further output of the unit: PyTorch returns at once
-                return orig(default_prefetch, *unused)
+                return orig(group, default_prefetch, *unused)
             if not shared[BACKWARD_SEQ]:
                 c.open_backward()
             t0 = clock()
             seq = next(ids)
-            cell = cells[get_ident()]
-            parent = cell[PARENT]
-            cell[PARENT] = seq
+            outer = shared[PARENT]
+            shared[PARENT] = seq
             try:
-                result = orig(default_prefetch, *unused)
+                result = orig(group, default_prefetch, *unused)
             except BaseException as error:
-                cell[PARENT] = parent
+                shared[PARENT] = outer
                 self._failed(error)
                 raise
             t1 = clock()
-            cell[PARENT] = parent
+            shared[PARENT] = outer
             try:
-                context = cell[BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 after = group._training_state._value_
-                append((ev.PRE_BACKWARD, seq, t0, t1, gid, parent or shared[TOP], context, before, after, 0, 0, 0))
+                append((8, seq, t0, t1, gid, outer or shared[TOP], context, before, after, 0, 0, 0))
                 handler(seq, gid, context, before, after, 0, 0, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -404,45 +406,45 @@ class GroupHooks:
 
     def _post_backward(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
-        append, ids, cells, shared, owner = c.append, c.ids, c.cells, c.shared, c.owner
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.POST_BACKWARD]
-        orig = group.post_backward
+        orig = self.method("post_backward")
         params = group.fsdp_params
+        entered = ev.POST_BACKWARD + GROUP_UNIT * gid
+        flush, model = owner.before_collective, c.model
 
         def post_backward(*unused: Any) -> Any:
             if not shared[BACKWARD_SEQ]:
                 c.open_backward()
             t0 = clock()
             seq = next(ids)
-            cell = cells[get_ident()]
-            parent = cell[PARENT]
-            cell[PARENT] = seq
+            outer = shared[PARENT]
+            shared[PARENT] = seq
             before = group._training_state._value_
             grads = count_gradients(params)
             if grads and group.reduce_grads:
-                shared[OPEN_KIND] = ev.POST_BACKWARD
-                shared[OPEN_GROUP] = gid
-                if owner.before_collective is not None:
-                    owner.before_collective(c.model)
+                shared[ENTERED] = entered
+                if flush is not None:
+                    flush(model)
             try:
-                result = orig(*unused)
+                result = orig(group, *unused)
             except BaseException as error:
-                cell[PARENT] = parent
+                shared[PARENT] = outer
                 self._failed(error)
                 raise
             t1 = clock()
-            cell[PARENT] = parent
-            shared[OPEN_KIND] = 0
+            shared[PARENT] = outer
+            shared[ENTERED] = 0
             try:
                 flags = flags_of(group)
                 if flags != self.flags:
                     self.flags_changed(flags)
                 if flags & 1 and (grads or getattr(group, "reduce_scatter_unused_params", False)):
                     self._reductions(seq, t0, t1, grads, flags)
-                context = cell[BASE] + shared[PASS]
+                context = shared[CONTEXT]
                 after = group._training_state._value_
                 by = 1 if shared[FINAL] else 0 if shared[BACKWARD_SEQ] else 2
-                append((ev.POST_BACKWARD, seq, t0, t1, gid, parent or shared[TOP], context, before, after, by, grads, 0))
+                append((9, seq, t0, t1, gid, outer or shared[TOP], context, before, after, by, grads, 0))
                 handler(seq, gid, context, before, after, by, grads, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -476,14 +478,14 @@ class GroupHooks:
 
     def _finalize_backward(self) -> Wrapper:
         c, group = self.context, self.group
-        orig = group.finalize_backward
+        orig = self.method("finalize_backward")
 
         def finalize_backward() -> Any:
             if group._all_gather_result is None:
-                return orig()
+                return orig(group)
             t0 = clock()
             seq = next(c.ids)
-            result = orig()
+            result = orig(group)
             self._discarded(seq, t0)
             return result
 
@@ -491,13 +493,13 @@ class GroupHooks:
 
     def _reset_iter_state(self) -> Wrapper:
         c, group = self.context, self.group
-        orig = group._reset_iter_state
+        orig = self.method("_reset_iter_state")
 
         def _reset_iter_state() -> Any:
             pending = group._all_gather_result is not None
             t0 = clock()
             seq = next(c.ids)
-            result = orig()
+            result = orig(group)
             if pending:
                 self._discarded(seq, t0)
             try:
@@ -514,7 +516,7 @@ class GroupHooks:
     def _discarded(self, seq: int, t0: int) -> None:
         c = self.context
         try:
-            c.emit(ev.DISCARD, seq, t0, clock(), self.id, c.cells[get_ident()][PARENT] or c.shared[TOP], self.bytes)
+            c.emit(ev.DISCARD, seq, t0, clock(), self.id, c.parent(), self.bytes)
         except Exception as error:
             if c.owner.stop_run(error):
                 raise
@@ -556,7 +558,7 @@ class GroupHooks:
 class _Prefetch:
     """Stands in for the context manager of ``use_training_state`` and records the prefetch when it ends."""
 
-    __slots__ = ("_cell", "_hooks", "_inner", "_outer", "_seq", "_state", "_t0")
+    __slots__ = ("_hooks", "_inner", "_outer", "_seq", "_state", "_t0")
 
     def __init__(self, hooks: GroupHooks, inner: Any, state: int) -> None:
         self._hooks = hooks
@@ -566,33 +568,37 @@ class _Prefetch:
     def __enter__(self) -> Any:
         result = self._inner.__enter__()
         context = self._hooks.context
+        shared = context.shared
         self._t0 = clock()
         self._seq = next(context.ids)
-        cell = self._cell = context.cells[get_ident()]
-        self._outer = cell[PARENT]
-        cell[PARENT] = self._seq
+        self._outer = shared[PARENT]
+        shared[PARENT] = self._seq
         how = FORWARD_PREFETCH if self._state == 1 else BACKWARD_PREFETCH
-        if cell[IMPLICIT]:
-            cell[HOW] = how + IMPLICIT_MODE
-            cell[ISSUER] = cell[IMPLICIT] - 1
+        implicit = shared[IMPLICIT]
+        if implicit:
+            shared[HOW] = how + IMPLICIT_MODE
+            shared[ISSUER] = implicit - 1
         else:
-            cell[HOW] = how + EXPLICIT_MODE
-            cell[ISSUER] = context.shared[SOURCE]
+            shared[HOW] = how + EXPLICIT_MODE
+            shared[ISSUER] = shared[SOURCE]
         return result
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
-        cell = self._cell
-        how, source = cell[HOW], cell[ISSUER]
-        cell[PARENT] = self._outer
-        cell[HOW] = 0
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        hooks = self._hooks
+        context = hooks.context
+        shared = context.shared
+        how, source, outer = shared[HOW], shared[ISSUER], self._outer
+        shared[PARENT] = outer
+        shared[HOW] = 0
         result = self._inner.__exit__(kind, error, trace)
         if error is None:
-            context = self._hooks.context
             try:
-                context.emit(
-                    ev.PREFETCH, self._seq, self._t0, clock(), source, self._outer or context.shared[TOP],
-                    self._hooks.id, how,
-                )  # fmt: skip
+                packed = shared[CONTEXT]
+                parent = outer or shared[TOP]
+                context.append((5, self._seq, self._t0, clock(), source, parent, packed, hooks.id, how, 0, 0, 0))
+                context.on[ev.PREFETCH](self._seq, source, packed, hooks.id, how, 0, 0, 0)
             except Exception as fault:
                 if context.owner.stop_run(fault):
                     raise
