@@ -438,7 +438,7 @@ class GroupHooks:
             try:
                 flags = flags_of(group)
                 if flags != self.flags:
-                    self.flags_changed(flags)
+                    self.flags_changed(flags, seq)
                 if flags & 1 and (grads or getattr(group, "reduce_scatter_unused_params", False)):
                     self._reductions(seq, t0, t1, grads, flags)
                 context = shared[CONTEXT]
@@ -522,14 +522,14 @@ class GroupHooks:
                 raise
             c.owner.fault(error)
 
-    def flags_changed(self, flags: int) -> None:
-        """Records each switch that differs from what was last seen."""
+    def flags_changed(self, flags: int, parent: int = 0) -> None:
+        """Records each switch that differs from what was last seen, under the event ``parent`` in which it was used."""
         c = self.context
         now = clock()
         changed, self.flags = flags ^ self.flags, flags
         for bit in range(len(ev.FLAGS) - 1):
             if changed >> bit & 1:
-                c.emit(ev.FLAG, next(c.ids), now, now, self.id, c.shared[TOP], bit, flags >> bit & 1)
+                c.emit(ev.FLAG, next(c.ids), now, now, self.id, parent or c.shared[TOP], bit, flags >> bit & 1)
 
     def snapshot(self, unless: tuple[bool, bool, int] | None = None) -> None:
         """Records the group's state as PyTorch has it now, unless it is ``(open, pending, training state)`` already."""

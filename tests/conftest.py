@@ -1,0 +1,66 @@
+"""Fixtures: a fake process group in this process, and a recorder that writes under the test's own folder."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdptrace
+
+_OURS = ("FSDPTRACE", "TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No option and no launcher of the shell that runs the tests reaches them."""
+    for name in list(os.environ):
+        if name.startswith(_OURS):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def fake_pg() -> Iterator[Callable[..., Any]]:
+    """``fake_pg(world)``, ``fake_pg(2, 2, names=("replicate", "shard"))``: a mesh of a fake process group of that size.
+
+    One process plays ``rank`` of it; collectives return at once.
+    """
+
+    def make(*shape: int, rank: int = 0, names: tuple[str, ...] | None = None) -> Any:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        world = 1
+        for size in shape:
+            world *= size
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        torch.manual_seed(0)
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Iterator[Callable[..., fsdptrace.Recording]]:
+    """``fsdptrace.record`` with its files under ``tmp_path / "out"``; everything it made is closed after the test."""
+    made: list[fsdptrace.Recording] = []
+
+    def make(model: Any, **options: Any) -> fsdptrace.Recording:
+        options.setdefault("out", str(tmp_path / "out"))
+        recording = fsdptrace.record(model, **options)
+        made.append(recording)
+        return recording
+
+    yield make
+    for recording in made:
+        recording.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("fsdptrace")]
+    assert not left, f"threads left behind: {left}"
