@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdptrace import events as ev
-from fsdptrace.adapters.context import BACKWARD_SEQ, BUSY, STEPPED, TOP, clock
+from fsdptrace.adapters.context import BUSY, STEPPED, clock
 from fsdptrace.adapters.fsdp import InstalledModel
 
 
@@ -84,11 +84,11 @@ class OptimizerSteps:
         for group, tensors in holding.groups.items():
             context.emit(ev.PARAM_CHANGE, next(context.ids), self._t0, t1, group, seq, 0, tensors)
         context.emit(
-            ev.OPTIMIZER_STEP, seq, self._t0, t1, ev.NONE, shared[TOP],
+            ev.OPTIMIZER_STEP, seq, self._t0, t1, ev.NONE, context.parent(),
             holding.name, sum(holding.groups.values()), len(holding.groups), holding.temporary, holding.foreign,
         )  # fmt: skip
-        if not shared[BACKWARD_SEQ]:
-            shared[STEPPED] = 1
+        # In a backward too (a post-accumulate hook): the step goes on until the next outermost forward all the same.
+        shared[STEPPED] = 1
 
     def _holding(self, optimizer: Optimizer, model: InstalledModel) -> Holding:
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -115,10 +115,10 @@ class OptimizerSteps:
                 temporary += 1
             else:
                 foreign += 1
-        if holding is None:
+        if known:  # seen before, for this model or another: an optimizer has one number
+            name = next(iter(known.values())).name
+        else:
             self._numbers += 1
             name = model.context.owner.text(f"{type(optimizer).__name__}#{self._numbers}")
-        else:
-            name = holding.name
         made = known[id(model)] = Holding(key, groups, temporary, foreign, name)
         return made

@@ -6,22 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from support.models import chain, sharded_chain
-from support.show import check, tree
+from support.models import chain, sharded_chain, train
+from support.show import trace
 from support.torches import HSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 # Linear(8, 8) over 4 ranks: weight 8x8, 2 rows a rank; bias 8, 2 elements a rank. Nothing is padded.
 # (64 + 8) elements x 4 bytes = 288; of these a rank receives the 3 parts of the others: 216.
 LINEAR = 288
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inputs: Any = None) -> None:
-    x = torch.randn(4, 8) if inputs is None else inputs
-    model(x).sum().backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_three_layers(fake_pg: Any, record: Any) -> None:
@@ -32,7 +24,7 @@ def test_three_layers(fake_pg: Any, record: Any) -> None:
     (step,) = rec.steps
     # The root has no parameters of its own: a unit without a group. Layer 0's input needs no grad, so that autograd
     # never gets to its post-backward and the final callback runs it. Each pre-backward prefetches the layer before.
-    check(step, rec.model_map(), """
+    trace(step).reads("""
         forward (root)
             pre_forward 0 input=none
                 unshard 0 288
@@ -113,13 +105,13 @@ def test_state_and_step_events(fake_pg: Any, record: Any) -> None:
         rec.step()
         train(model)
     first, second, third = rec.steps
-    check([event for event in first if event.kind == "state"], rec.model_map(), """
+    trace([event for event in first if event.kind == "state"], first.map, drop=()).reads("""
         state 0 sharded idle order=0 bytes=0
         state 1 unsharded idle order=0 bytes=288
         state 2 sharded idle order=0 bytes=0
-    """, drop=())
+    """)
     # Peak: layer 1 was open from the start, and beside it layer 0 or 2. Two in backward as well.
-    assert tree(first.events[-1:], rec.model_map(), drop=()) == (
+    trace(first.events[-1:], first.map, drop=()).reads(
         "step unsharded_bytes=0 unsharded_peak=576 past_backward_bytes=0 dropped=0"
     )
     # A forward alone: one layer at a time.
@@ -139,7 +131,7 @@ def test_no_reshard_after_forward(fake_pg: Any, record: Any) -> None:
     with record(model) as rec:
         train(model)
     # Nothing is freed after the forward: no gather in backward, and no wait either.
-    check(rec.steps[0], rec.model_map(), """
+    trace(rec.steps[0]).reads("""
         forward (root)
             pre_forward 0 input=none
                 unshard 0 288
@@ -187,7 +179,7 @@ def test_reshard_after_forward_to_a_smaller_mesh(fake_pg: Any, record: Any) -> N
         train(model)
     # After the forward each rank keeps half: the gather of the backward is over 2 ranks. The post-backward frees it
     # all.
-    check(rec.steps[0], rec.model_map(), """
+    trace(rec.steps[0]).reads("""
         forward (root)
             pre_forward 0 input=none
                 unshard 0 288
@@ -229,7 +221,7 @@ def test_hsdp(fake_pg: Any, record: Any) -> None:
         train(model)
     # Sharded over 2: (4 rows x 8 + 4) x 4 bytes x 2 ranks = 288. The reduce-scatter takes all of it, leaves half to the
     # rank, and the all-reduce sums that half, 144 bytes, over the 2 replicas.
-    check(rec.steps[0], rec.model_map(), """
+    trace(rec.steps[0]).reads("""
         forward (root)
             pre_forward 0 input=none
                 unshard 0 288
@@ -259,7 +251,7 @@ def test_hsdp(fake_pg: Any, record: Any) -> None:
                 reduce_scatter 0 288 avg tensors=2
                 all_reduce 0 144 avg tensors=2
     """)
-    wires = {e.kind: e["wire_bytes"] for e in rec.steps[0] if e.kind in ("unshard", "reduce_scatter", "all_reduce") if e["bytes"]}
+    wires = {event.kind: event["wire_bytes"] for event in rec.steps[0] if event.get("bytes") and "wire_bytes" in event.data}
     # Gather and scatter over 2: half of 288. All-reduce: scatter and gather of 144 over 2, 72 each.
     assert wires == {"unshard": 144, "reduce_scatter": 144, "all_reduce": 144}
     info = rec.model_map().groups[0]
@@ -317,7 +309,7 @@ def test_uneven_shards_are_padded(fake_pg: Any, record: Any) -> None:
     fully_shard(model, mesh=mesh)
     with record(model) as rec:
         train(model, inputs=torch.randn(2, 3))
-    check(rec.steps[0], rec.model_map(), """
+    trace(rec.steps[0]).reads("""
         forward (root)
             pre_forward (root) input=none
                 unshard (root) 128
@@ -355,7 +347,7 @@ def test_nested_units_share_no_parameters(fake_pg: Any, record: Any) -> None:
         train(model, inputs=torch.randn(4, 8, requires_grad=True))
     # The root's own forward holds its group open around the inner unit's. inner: 64 elements, 256 bytes; root: 288.
     # Both hook the same output, inner first. The order list is inner, root, so that the root prefetches what is open.
-    check(rec.steps[0], rec.model_map(), """
+    trace(rec.steps[0]).reads("""
         forward (root)
             pre_forward (root) input=hooked
                 unshard (root) 288

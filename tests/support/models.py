@@ -62,3 +62,12 @@ class Calls(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self, *args, **kwargs)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, inputs: Any = None) -> None:
+    """One training step on random inputs."""
+    x = torch.randn(4, 8) if inputs is None else inputs
+    model(x).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()

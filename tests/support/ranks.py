@@ -27,7 +27,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     """
     with tempfile.TemporaryDirectory() as folder:
         where = (fn.__code__.co_filename, fn.__qualname__)
-        context = mp.start_processes(_child, (world, backend, folder, where, args), nprocs=world, join=False, start_method="spawn")
+        context = mp.start_processes(
+            _child, (world, backend, folder, where, args), nprocs=world, join=False, start_method="spawn"
+        )
         deadline = time.monotonic() + timeout
         try:
             while not context.join(timeout=1):  # raises what a child raised, after ending the others
@@ -60,7 +62,11 @@ def _child(rank: int, world: int, backend: str, folder: str, where: tuple[str, s
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
+        backend,
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
     )
     fn = load(where[0])
     for part in where[1].split("."):

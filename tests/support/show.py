@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from fsdptrace import Event, ModelMap
+from fsdptrace import Event, ModelMap, Step
 
+_DROP = ("state", "step")
 _PASS_OF = {"forward": "forward", "backward": "backward"}
 _STATES = {
     "pre_forward": ("idle", "forward"), "post_forward": ("forward", "idle"), "pre_backward": ("idle", "pre_backward"),
@@ -16,7 +17,7 @@ _STATES = {
 }  # fmt: skip
 
 
-def tree(events: Iterable[Event], model_map: ModelMap, drop: Iterable[str] = ("state", "step")) -> str:
+def tree(events: Iterable[Event], model_map: ModelMap, drop: Iterable[str] = _DROP) -> str:
     """``events`` in order of ``seq``, one a line.
 
     The indentation is the parent: every event's parent is the last line above it that is indented less, and the function
@@ -38,11 +39,20 @@ def tree(events: Iterable[Event], model_map: ModelMap, drop: Iterable[str] = ("s
     return "\n".join(out)
 
 
-def check(events: Iterable[Event], model_map: ModelMap, expected: str, drop: Iterable[str] = ("state", "step")) -> None:
-    """Fails with a diff where :func:`tree` of ``events`` is not ``expected``."""
-    got, wanted = tree(events, model_map, drop).splitlines(), text(expected).splitlines()
-    if got != wanted:
-        raise AssertionError("\n".join(difflib.unified_diff(wanted, got, "worked out", "recorded", lineterm="", n=30)))
+class trace:  # noqa: N801  (reads as a sentence: trace(step).reads("..."))
+    """The events of a step, or some events with their model map, to be compared with what a person worked out."""
+
+    def __init__(self, events: Step | Iterable[Event], model_map: ModelMap | None = None, drop: Iterable[str] = _DROP) -> None:
+        if model_map is None:
+            assert isinstance(events, Step)
+            model_map = events.map
+        self.text = tree(events, model_map, drop)
+
+    def reads(self, expected: str) -> None:
+        """Fails with a diff where the events are not those of ``expected``; a comment there begins with two spaces and #."""
+        got, wanted = self.text.splitlines(), text(expected).splitlines()
+        if got != wanted:
+            raise AssertionError("\n".join(difflib.unified_diff(wanted, got, "worked out", "recorded", lineterm="", n=30)))
 
 
 def show(event: Event, model_map: ModelMap) -> str:

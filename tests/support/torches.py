@@ -12,7 +12,7 @@ RELEASE = release_of(str(torch.__version__))
 
 def since(major: int, minor: int, why: str) -> pytest.MarkDecorator:
     """Skips a test on releases before ``major.minor``; ``why`` says what they lack."""
-    return pytest.mark.skipif(RELEASE < (major, minor), reason=f"torch {major}.{minor} and newer: {why}")
+    return pytest.mark.skipif((major, minor) > RELEASE, reason=f"torch {major}.{minor} and newer: {why}")
 
 
 HSDP = since(2, 8, "older ones cannot run HSDP on the CPU")
