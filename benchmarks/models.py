@@ -51,11 +51,13 @@ class NestedBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.attn = nn.Linear(dim, dim)
+        self.router = nn.Linear(dim, 1)
         self.experts = Experts(dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(x)
-        out: torch.Tensor = x + self.experts(x)
+        # The experts are not the last operation: else early stop ends the recomputation inside them.
+        out: torch.Tensor = x + self.experts(x) * self.router(x).sigmoid()
         return out
 
 

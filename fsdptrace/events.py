@@ -84,7 +84,7 @@ RESHARD_CAUSES: Final[tuple[str, ...]] = ("hook", "manual", "state_dict", "reset
 TRAINING_STATES: Final[tuple[str, ...]] = ("", "forward", "pre_backward", "post_backward", "idle")
 #: ``ShardedState`` of _fsdp_param by its value (the same in 2.6 to 2.15).
 SHARDED_STATES: Final[tuple[str, ...]] = ("", "sharded", "post_forward", "unsharded")
-INPUT_GRAD: Final[tuple[str, ...]] = ("none", "hooked", "unhooked", "unknown")
+INPUT_GRAD: Final[tuple[str, ...]] = ("none", "hooked", "unhooked", "unknown", "integer")
 GRAD_MODES: Final[tuple[str, ...]] = ("off", "on", "paused")
 BY: Final[tuple[str, ...]] = ("autograd", "final_callback", "user")
 OPS: Final[tuple[str, ...]] = ("avg", "sum", "premul_sum")
@@ -200,7 +200,7 @@ SPECS: Final[Mapping[int, KindSpec]] = {
         KindSpec(
             PRE_FORWARD, "pre_forward", "the group's pre-forward hook",
             (*_states(4, 1), _f("input_grad", "enum", "whether an input carries grad and is hooked for the "
-                                "post-backward; unhooked: hidden in an object", INPUT_GRAD, 1),
+                                "post-backward; unhooked: hidden in an object; integer: no tensor of floating point went in", INPUT_GRAD, 1),
              _f("grad", "enum", "grad mode: off, on, or paused: off inside an outermost forward that has it on (as in "
                 "reentrant checkpointing)", GRAD_MODES, 1)),
         ),
@@ -225,12 +225,16 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("root", "unit", "the unit whose forward it is"),
                 _f("grad", "bool", "grad mode is enabled"),
                 _f("inference", "bool", "inference mode is on"),
+                _f("start", "int", "what FSDP2 remembered when it began, as bits: 1 an earlier forward's root, 2 a final "
+                   "callback marked queued, 4 the unit was not initialised yet, so that this makes it the root", usual=0),
+                _f("order", "int", "length of the shared post-forward order list when it began", usual=0),
             ),
         ),
         KindSpec(
             BACKWARD, "backward", "the outermost autograd graph task; its last final callback ends it",
             (
                 _f("last", "bool", "is_last_backward was set: pending gathers and the order list were cleared"),
+                _f("finished", "bool", "the root's final callback ran; false after an error", usual=1),
             ),
         ),
         KindSpec(
@@ -292,6 +296,7 @@ SPECS: Final[Mapping[int, KindSpec]] = {
             (
                 _f("type", "text", "qualified class name"),
                 _f("unit", "unit", "the unit it leaves"),
+                _f("freed", "bool", "its text is that of a use of parameters that are not gathered", usual=0),
             ),
         ),
         KindSpec(

@@ -13,6 +13,7 @@ import torch.nn as nn
 from fsdptrace import events as ev
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
+from fsdptrace.adapters.backward import SEAM
 from fsdptrace.adapters.context import BUSY, ENTERED, FINAL, STEPPED, Context, clock
 from fsdptrace.adapters.describe import class_name, describe
 from fsdptrace.adapters.fsdp import InstalledModel
@@ -46,11 +47,8 @@ class Recorded:
         self.checks = (options.checks, repr(options.rule_options), options.budget_bytes)
         self.recording: Recording | None = None
         described = describe(model, number)
-        rules = registry.select(options.checks)
-        self.engine = Engine(
-            described.map, rules, self._on_violation, compat.records_order_in_backward(report.release),
-            _rule_options(options),
-        )  # fmt: skip
+        rules = registry.select(options.checks, options.budget_bytes is not None)
+        self.engine = Engine(described.map, rules, self._on_violation, report.release, _rule_options(options))
         # None where nothing is to do, so that a hook pays one comparison.
         self.before_collective = self._flush if options.flush == "collective" else None
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
@@ -197,6 +195,7 @@ class Recording:
             recorded.install()
         self._optimizers = OptimizerSteps([recorded.hooks for recorded in self._recorded])
         self._optimizers.install()
+        SEAM.add([recorded.context for recorded in self._recorded])
         session.drain.start()
         return self
 
@@ -219,6 +218,7 @@ class Recording:
             self._take_off()
 
     def _take_off(self) -> None:
+        SEAM.remove([recorded.context for recorded in self._recorded])
         if self._optimizers is not None:
             self._optimizers.remove()
             self._optimizers = None
@@ -330,6 +330,7 @@ class Recording:
         self.enabled = False
         if self._active:
             self._active = False
+            SEAM.remove([recorded.context for recorded in self._recorded])
             for recorded in self._recorded:
                 recorded.hooks.remove()
             if self._optimizers is not None:

@@ -3,8 +3,11 @@
 The surface is the same in torch 2.6.0 to 2.15.0 but for two branches: a unit's param groups (``_fsdp_param_groups``
 since 2.12, one ``_fsdp_param_group`` before) and the reduce-scatter states (a list since 2.12).
 
-Process-wide seams that recording touches, restored when it ends: the global optimizer-step hooks
-(``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``_post_hook``, public).
+Process-wide seams that recording touches, inert for models that are not recorded and restored when it ends:
+
+* the global optimizer-step hooks (``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``_post_hook``, public);
+* ``torch.autograd._engine_run_backward``, the function through which ``Tensor.backward`` and ``torch.autograd.grad`` start
+  the engine (adapters/backward.py).
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ def examine() -> Report:
     need("FSDPParamGroup", FSDPParamGroup, GROUP_METHODS)
     need("FSDPState", FSDPState, STATE_METHODS)
     need("torch._C", torch._C, ("_current_graph_task_id",))
+    need("torch.autograd", torch.autograd, ("_engine_run_backward",))
     for place, enum, values in (
         ("TrainingState", TrainingState, TRAINING_STATE_VALUES),
         ("ShardedState", ShardedState, SHARDED_STATE_VALUES),

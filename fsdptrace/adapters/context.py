@@ -113,6 +113,8 @@ class Context:
         self.forward_unit = ev.NONE
         self.forward_seq = 0
         self.inference = False
+        self.forward_start = self.forward_order = 0
+        self.backward_finished = False
         self.roots: list[Any] = []
         self.seen_exception = 0
 
@@ -138,8 +140,8 @@ class Context:
         return self.shared[PARENT] or self.shared[TOP]
 
     # -- outermost forward ---------------------------------------------------------------------------------------------
-    def open_forward(self, unit: int, t0: int) -> None:
-        """An outermost forward begins outside a backward."""
+    def open_forward(self, unit: int, t0: int, state: Any) -> None:
+        """An outermost forward of the unit with FSDPState ``state`` begins outside a backward."""
         shared = self.shared
         grad = torch.is_grad_enabled()
         if grad and shared[STEPPED]:
@@ -154,6 +156,7 @@ class Context:
         self.forward_t0 = t0
         self.forward_unit = unit
         self.inference = torch.is_inference_mode_enabled()
+        self.forward_start, self.forward_order = _remembered(state)
 
     def close_forward(self, t1: int) -> None:
         """The outermost forward is over; its event is recorded."""
@@ -163,7 +166,7 @@ class Context:
         try:
             self.emit(
                 ev.FORWARD, self.forward_seq, self.forward_t0, t1, ev.NONE, 0,
-                self.forward_unit, grad, int(self.inference), pass_=ev.PASS_FORWARD,
+                self.forward_unit, grad, int(self.inference), self.forward_start, self.forward_order, pass_=ev.PASS_FORWARD,
             )  # fmt: skip
         finally:
             self.enter_pass(ev.PASS_NONE)
@@ -185,11 +188,13 @@ class Context:
         self.enter_pass(ev.PASS_BACKWARD)
         shared[RECOMPUTE_DEPTH] = 0
         shared[BUSY] = 1
+        self.backward_finished = False
 
     def final_callback_done(self, last: bool) -> None:
         """A root's final callback returned. It ends the backward when it is the last one of the outermost task."""
         self.backward_t1 = clock()
         self.backward_last = last
+        self.backward_finished = True
         if graph_task_id() not in (-1, self.backward_task):
             return
         if any(context.post_backward_final_callback_queued for context in self.roots):
@@ -208,10 +213,31 @@ class Context:
         try:
             self.emit(
                 ev.BACKWARD, seq, self.backward_t0, self.backward_t1, ev.NONE, self.parent(),
-                int(self.backward_last), pass_=ev.PASS_BACKWARD,
+                int(self.backward_last and self.backward_finished), int(self.backward_finished), pass_=ev.PASS_BACKWARD,
             )  # fmt: skip
         finally:
             shared[CONTEXT] = outer
+
+    def backward_left(self, error: BaseException | None) -> None:
+        """The engine's outermost call returned, or raised ``error``."""
+        shared = self.shared
+        try:
+            if error is not None and self.waits_for_backward():
+                shared[PARENT] = 0
+                self.note_exception(error, ev.NONE, ev.NONE)
+            if shared[BACKWARD_SEQ]:
+                self.backward_t1 = clock() if error is not None else self.backward_t1
+                self.close_backward()
+        except Exception as fault:
+            if error is None and self.owner.stop_run(fault):
+                raise
+            if not self.owner.stop_run(fault):
+                self.owner.fault(fault)
+
+    def waits_for_backward(self) -> bool:
+        """Whether an error of a backward can concern this model: one of its hooks ran in it, or a forward with grad of it
+        is waiting for its backward."""
+        return bool(self.shared[BACKWARD_SEQ] or self.shared[BUSY])
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
     def note_exception(self, error: BaseException, group: int, unit: int) -> None:
@@ -225,7 +251,7 @@ class Context:
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         self.emit(
             ev.EXCEPTION, next(self.ids), now, now, group, self.parent(),
-            self.owner.text(name), unit,
+            self.owner.text(name), unit, int(says_freed(error)),
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -236,3 +262,28 @@ class Context:
         self.shared[CONTEXT] = self.base
         self.seen_exception = 0
 
+
+# What PyTorch says when parameters are computed with that are not gathered: storage that FSDP2 freed, and the sharded
+# DTensor beside a plain tensor.
+_FREED = ("storage of size 0", "got mixed torch.Tensor and DTensor", "data is not allocated")
+
+
+def says_freed(error: BaseException) -> bool:
+    """Whether the text of ``error`` is that of a use of parameters that are not gathered."""
+    text = str(error)
+    return any(part in text for part in _FREED)
+
+
+def _remembered(state: Any) -> tuple[int, int]:
+    """What FSDP2 remembers when an outermost forward begins: the bits of the ``start`` field and the length of the order
+    list. A grouped unit remembers itself as root while its other modules have not run (torch 2.13), which is legal."""
+    if state is None:
+        return 0, 0
+    shared = state._state_ctx
+    root = shared.iter_forward_root
+    start = 1 if root is not None and len(root._modules) == 1 else 0
+    if shared.post_backward_final_callback_queued:
+        start |= 2
+    if state._is_root is None:
+        start |= 4
+    return start, len(getattr(state._comm_ctx, "post_forward_order", ()))  # made at the first forward

@@ -114,14 +114,13 @@ class InstalledModel:
         if unit.state is not None:
             methods["_pre_backward"] = self._state_pre_backward(unit)
             methods["_root_post_backward_final_callback"] = self._final_callback(unit)
-        return UnitHooks(unit, self._begin(unit), self._end(unit), methods)
+        return UnitHooks(unit, self._begin(unit), self._ready(unit), self._end(unit), methods)
 
     def _begin(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         c = self.context
         shared, owner = c.shared, c.owner
         source = unit.info.groups[0] if unit.info.groups else ev.NONE
         unit_id = unit.info.id
-        early = self._early_return(unit, ev.PRE_FORWARD)
 
         def begin(module: nn.Module, args: Any) -> None:
             try:
@@ -131,12 +130,11 @@ class InstalledModel:
                         c.open_backward()
                     shared[RECOMPUTE_DEPTH] += 1
                     shared[CONTEXT] |= ev.PASS_RECOMPUTE
-                    early()
                     return
                 if shared[BACKWARD_SEQ]:
                     c.close_backward()
                 if not shared[DEPTH]:
-                    c.open_forward(unit_id, clock())
+                    c.open_forward(unit_id, clock(), unit.state)
                 shared[DEPTH] += 1
             except Exception as error:
                 if owner.stop_run(error):
@@ -144,6 +142,23 @@ class InstalledModel:
                 owner.fault(error)
 
         return begin
+
+    def _ready(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
+        """The hook after FSDP2's own: in a recomputation it records the pre-forward that FSDPState returned early from,
+        when what it may have repaired (torch 2.11 and newer gather what is closed) is done."""
+        shared, owner = self.context.shared, self.context.owner
+        early = self._early_return(unit, ev.PRE_FORWARD)
+
+        def ready(module: nn.Module, args: Any) -> None:
+            if shared[RECOMPUTE_DEPTH]:
+                try:
+                    early()
+                except Exception as error:
+                    if owner.stop_run(error):
+                        raise
+                    owner.fault(error)
+
+        return ready
 
     def _end(self, unit: Unit) -> Callable[[nn.Module, Any, Any], None]:
         c = self.context
@@ -252,14 +267,15 @@ class InstalledModel:
 class UnitHooks:
     """The forward hooks on a unit's modules and the wrappers on its FSDPState."""
 
-    def __init__(self, unit: Unit, begin: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    def __init__(self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
         self.unit = unit
         self._begin = begin
+        self._ready = ready
         self._end = end
         self._methods = methods
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
         self._ids = [
-            (RemovableHandle(module._forward_pre_hooks).id, RemovableHandle(module._forward_hooks).id)
+            tuple(RemovableHandle(hooks).id for hooks in (module._forward_pre_hooks,) * 2 + (module._forward_hooks,))
             for module in unit.modules
         ]
         self._modules = [ref(module) for module in unit.modules]
@@ -267,7 +283,8 @@ class UnitHooks:
 
     def put_on(self) -> None:
         """As ``register_forward_pre_hook(prepend=True)`` and ``register_forward_hook(always_call=True)`` would."""
-        for module, (pre_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
+        for module, (pre_id, ready_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
+            module._forward_pre_hooks[ready_id] = self._ready
             module._forward_pre_hooks[pre_id] = self._begin
             module._forward_pre_hooks.move_to_end(pre_id, last=False)  # type: ignore[attr-defined]
             module._forward_hooks[post_id] = self._end
@@ -277,8 +294,9 @@ class UnitHooks:
 
     def take_off(self) -> None:
         """Removes what :meth:`put_on` put there."""
-        for module, (pre_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
+        for module, (pre_id, ready_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
             module._forward_pre_hooks.pop(pre_id, None)
+            module._forward_pre_hooks.pop(ready_id, None)
             module._forward_hooks.pop(post_id, None)
             module._forward_hooks_always_called.pop(post_id, None)
         if self.unit.state is not None:

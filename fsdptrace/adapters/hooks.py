@@ -323,7 +323,7 @@ class GroupHooks:
                     if before == 1:
                         input_grad = 3  # a further module of a grouped unit: the first one was asked
                     else:
-                        input_grad = 2 if grad == 1 and hidden_grad(args, kwargs) else 0
+                        input_grad = unhooked_inputs(args, kwargs) if grad == 1 else 0
                 context = shared[CONTEXT]
                 after = group._training_state._value_
                 append((6, seq, t0, t1, gid, outer or shared[TOP], context, before, after, input_grad, grad, 0))
@@ -583,9 +583,7 @@ class _Prefetch:
             shared[ISSUER] = shared[SOURCE]
         return result
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> Any:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
         hooks = self._hooks
         context = hooks.context
         shared = context.shared
@@ -646,20 +644,21 @@ def reduce_op(group: Any, dtype: int, info: GroupInfo) -> int:
     return 0 if info.world * info.replicate_world > 1 else 1
 
 
-_PLAIN = (int, float, str, bytes, bool, type(None), torch.Tensor, torch.dtype, torch.device)
+_PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)
 
 
-def hidden_grad(args: Any, kwargs: Any) -> bool:
-    """Whether a tensor that needs grad lies in an object that FSDP2 does not look into. One level deep."""
+def unhooked_inputs(args: Any, kwargs: Any) -> int:
+    """What went in where FSDP2 hooked nothing, as a position in :data:`~fsdptrace.events.INPUT_GRAD`: a tensor that needs
+    grad hidden in an object that FSDP2 does not look into (one level deep), integer tensors only, or neither."""
+    integer = floating = False
     for value in (*args, *kwargs.values()):
-        if isinstance(value, (*_PLAIN, tuple, list, dict)):
-            continue
-        inner = getattr(value, "__dict__", None)
-        if isinstance(value, (set, frozenset)):
-            inner = dict.fromkeys(range(len(value)))
-            inner.update(enumerate(value))
-        if isinstance(inner, dict) and not isinstance(value, torch.nn.Module):
-            for item in tuple(inner.values()):
-                if isinstance(item, torch.Tensor) and item.requires_grad:
-                    return True
-    return False
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                floating = True
+            else:
+                integer = True
+        elif not isinstance(value, (*_PLAIN, tuple, list, dict, torch.nn.Module)):
+            inner = tuple(value) if isinstance(value, (set, frozenset)) else tuple(getattr(value, "__dict__", {}).values())
+            if any(isinstance(item, torch.Tensor) and item.requires_grad for item in inner):
+                return 2
+    return 4 if integer and not floating else 0

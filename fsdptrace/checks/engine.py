@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdptrace import events as ev
+from fsdptrace.adapters.compat import records_order_in_backward
+from fsdptrace.adapters.legal import legal_states
 from fsdptrace.checks import registry
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.tracker import Tracker
@@ -25,7 +27,7 @@ class Engine:
         model_map: the model.
         rules: which rules run.
         on_violation: called with each violation that is new in its step; may raise, at the event.
-        records_in_backward: see :class:`Tracker`.
+        release: of torch, as ``(2, 13)``: what it does and which transitions it has.
         options: options of rules, by rule name.
 
     Attributes:
@@ -37,14 +39,16 @@ class Engine:
         model_map: ModelMap,
         rules: Sequence[type[Rule]],
         on_violation: Callable[[Violation], None],
-        records_in_backward: bool = False,
+        release: tuple[int, int] = (2, 13),
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.tracker = Tracker(model_map, records_in_backward)
+        self.tracker = Tracker(model_map, records_order_in_backward(release))
         self._on_violation = on_violation
         self._seen: set[tuple[str, int | None, str]] = set()
         self.repeated: dict[tuple[str, int | None, str], int] = {}
-        self.rules = registry.make(rules, self.tracker, self._report, options or {})
+        self.rules = registry.make(
+            rules, self.tracker, self._report, {"illegal-state": {"legal": legal_states(release)}, **(options or {})}
+        )
         self._handlers: list[Handler] = [_nothing] * len(ev.KINDS)
         for kind in range(1, len(ev.KINDS)):
             self._handlers[kind] = self._compose(kind)

@@ -50,6 +50,7 @@ class GatherAfterBackward(Rule):
         if not tracker.in_backward or not tracker.is_over(state):
             return
         _, direction, mode = ev.unpack_how(e)
+        state.blamed = seq
         stale_order = mode == "implicit" and d == tracker.first and group == tracker.leftover
         held = [g for g in tracker.past_backward() if g.opened > g.over and not g.open]
         total = sum(g.bytes for g in held)

@@ -11,7 +11,7 @@ import structlog
 
 from fsdptrace.checks import registry
 from fsdptrace.checks.base import InvariantViolation, Violation
-from fsdptrace.checks.text import pattern, size
+from fsdptrace.checks.text import count, pattern, size
 
 ACTIONS: Final[tuple[str, ...]] = ("raise", "warn", "record")
 SAID_AT: Final = (1, 10, 100, 1000)
@@ -89,7 +89,7 @@ class QuietLog:
         if not worth:
             return
         parts = [
-            f"{rule}: {name or '(root)'}: {entry.times:,} times" + (f", {size(entry.bytes)}" if entry.bytes else "")
+            f"{rule}: {name or '(root)'}: {count(entry.times, 'time')}" + (f", {size(entry.bytes)}" if entry.bytes else "")
             for (rule, name, _severity), entry in list(worth.items())[:4]
         ]
         if len(worth) > 4:

@@ -7,20 +7,36 @@ from typing import Any
 
 from fsdptrace.checks.base import Rule
 from fsdptrace.checks.gather_after_backward import GatherAfterBackward
+from fsdptrace.checks.illegal_state import IllegalState
+from fsdptrace.checks.late_reshard import LateReshard
+from fsdptrace.checks.lost_pre_backward import LostPreBackward
+from fsdptrace.checks.pending_gather import PendingGather
+from fsdptrace.checks.policy_ignored import PolicyIgnored
+from fsdptrace.checks.repeated_gather import RepeatedGather
+from fsdptrace.checks.unclean_start import UncleanStart
+from fsdptrace.checks.unpaired_unshard import UnpairedUnshard
+from fsdptrace.checks.unsharded_budget import UnshardedBudget
+from fsdptrace.checks.unused_gather import UnusedGather
+from fsdptrace.checks.wrong_root import WrongRoot
 
-RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in (GatherAfterBackward,)}
+_ALL: tuple[type[Rule], ...] = (
+    GatherAfterBackward, UnpairedUnshard, PendingGather, UnusedGather, RepeatedGather, LateReshard, UnshardedBudget,
+    PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot,
+)  # fmt: skip
+RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""
 
 
-def select(checks: Sequence[str] | bool | None) -> tuple[type[Rule], ...]:
+def select(checks: Sequence[str] | bool | None, budget: bool = False) -> tuple[type[Rule], ...]:
     """The rules for ``checks``: ``None`` or ``True`` the default ones, ``False`` or an empty list none, else by name.
 
     A name with a leading ``-`` takes that rule away from the default ones; ``"all"`` is every rule, opt-in ones too.
+    ``budget`` says that ``budget_bytes`` is given, which opts in to ``unsharded-budget``.
 
     Raises:
         ValueError: a name is no rule's.
     """
-    defaults = [rule for rule in RULES.values() if not rule.opt_in]
+    defaults = [rule for rule in RULES.values() if not rule.opt_in or (budget and rule.name == "unsharded-budget")]
     if checks is None or checks is True:
         return tuple(defaults)
     if checks is False:

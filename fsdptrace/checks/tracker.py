@@ -7,7 +7,7 @@ online or from a file, and knows nothing but events and the model map.
 from __future__ import annotations
 
 from fsdptrace import events as ev
-from fsdptrace.model_map import ModelMap, show_name
+from fsdptrace.model_map import GroupInfo, ModelMap, show_name
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 
@@ -28,15 +28,22 @@ class GroupState:
         touched: it has had a pre-backward in the running backward.
         rejoined: in this backward a recomputation freed it and put it in the post-forward order again (torch before 2.10).
         training: training state after its last hook.
+        freed: ``seq`` of its last reshard; ``closed_by`` the kind of the last hook that decides whether it stays open
+            (post-forward or post-backward), 0 when none ran since it was opened; ``closed_in_grad`` whether that was a
+            post-forward of a forward with grad.
+        late: in the running backward its post-backward ran in the root's final callback, after a pre-backward.
+        input_grad: what went into its last forward with grad (see the event's field).
+        blamed: ``seq`` of an unshard that a rule has reported, so that no other rule says it again.
+        flags: the group's switches as bits, in the order of ``events.FLAGS``.
         previous: the group whose post-forward came before its own in the last forward.
     """
 
     __slots__ = (
-        "bytes", "flags", "fqn", "id", "open", "opened", "opened_by", "opened_how", "opened_step", "over", "over_in",
+        "blamed", "bytes", "closed_by", "closed_in_grad", "flags", "fqn", "freed", "grads", "id", "input_grad", "late", "open", "opened", "opened_by", "opened_how", "opened_step", "over", "over_in",
         "paused", "pending", "previous", "rejoined", "touched", "training", "used", "uses",
     )  # fmt: skip
 
-    def __init__(self, id: int, fqn: str) -> None:
+    def __init__(self, id: int, fqn: str, flags: int) -> None:
         self.id = id
         self.fqn = fqn
         self.open = False
@@ -55,7 +62,14 @@ class GroupState:
         self.rejoined = False
         self.training = 4
         self.previous = ev.NONE
-        self.flags = -1
+        self.flags = flags
+        self.freed = 0
+        self.closed_by = 0
+        self.closed_in_grad = False
+        self.late = False
+        self.grads = 0
+        self.input_grad = 0
+        self.blamed = 0
 
     @property
     def name(self) -> str:
@@ -81,7 +95,7 @@ class Tracker:
 
     def __init__(self, model_map: ModelMap, records_in_backward: bool = False) -> None:
         self.map = model_map
-        self.groups = [GroupState(group.id, group.fqn) for group in model_map.groups]
+        self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
         self.held = 0
         self.peak = 0
@@ -122,6 +136,7 @@ class Tracker:
         state.opened_by = d
         state.opened_step = self.step_number
         state.used = False
+        state.closed_by = 0
         self.held = held = self.held + a
         if held > self.peak:
             self.peak = held
@@ -133,6 +148,7 @@ class Tracker:
 
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
+        state.freed = seq
         if state.open:
             state.open = False
             self.held -= state.bytes
@@ -151,6 +167,8 @@ class Tracker:
         state.training = b
         if a == 1:  # a further module of a grouped unit
             return
+        if d == 1 and c != 3:
+            state.input_grad = c
         if context % 4 == ev.PASS_RECOMPUTE:
             if d == 1 and state.paused and a != 2:
                 state.paused -= 1
@@ -166,6 +184,9 @@ class Tracker:
         state = self.groups[group]
         state.training = b
         recompute = context % 4 == ev.PASS_RECOMPUTE
+        if a == 1 and state.open:
+            state.closed_by = ev.POST_FORWARD
+            state.closed_in_grad = bool(state.uses or recompute)
         if a != 1 or (recompute and not self.records_in_backward and not state.rejoined):
             return
         if not recompute:
@@ -191,6 +212,10 @@ class Tracker:
     def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.training = b
+        state.late = c == 1 and state.touched
+        state.grads = d
+        if state.open:
+            state.closed_by = ev.POST_BACKWARD
         if not self.in_backward:
             if context % 4 not in _BACKWARD_PASSES:
                 return
@@ -211,7 +236,9 @@ class Tracker:
         for state in self.groups:
             state.touched = False
             state.rejoined = False
-            state.training = 4
+            state.late = False
+            if b:
+                state.training = 4
 
     def _begin_backward(self) -> None:
         self.in_backward = True
@@ -235,9 +262,23 @@ class Tracker:
         state.over_in = -1
         state.touched = False
 
+    def flag(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if group >= 0:
+            state = self.groups[group]
+            state.flags = state.flags | 1 << a if b else state.flags & ~(1 << a)
+
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.step_number += 1
         self.peak = self.held
         for state in self.groups:
             # What nobody came back for in a whole step will not come: heads that had no backward, an aborted pass.
             state.uses = state.paused = 0
+
+
+SYNC, ALL_REDUCE, RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, UNSHARD_IN_BACKWARD = 1, 2, 4, 8, 16
+"""Bits of ``GroupState.flags``, in the order of :data:`fsdptrace.events.FLAGS`."""
+
+
+def usual_flags(group: GroupInfo) -> int:
+    """The switches of a group that nobody has touched."""
+    return 1 | 2 | 4 | (8 if group.reshard_after_forward else 0) | 16

@@ -1,0 +1,60 @@
+"""Where a backward begins and ends, and that it failed: the function through which ``torch.autograd`` starts its engine.
+
+A process-wide seam, since no object of the model sees an error that autograd raises in a node of its own, and such an
+error is how a lost pre-backward shows. ``torch.autograd._engine_run_backward`` (torch/autograd/__init__.py, imported there
+from ``graph``; 2.6 to 2.15) is replaced while any recording is active, does nothing for models that are not recorded, and
+is put back by the last one that ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fsdptrace.adapters.context import Context, graph_task_id
+
+_NAME = "_engine_run_backward"
+
+
+class EngineSeam:
+    """The replaced function and the contexts that it tells."""
+
+    def __init__(self) -> None:
+        self._contexts: list[Context] = []
+        self._original: Any = None
+
+    def add(self, contexts: list[Context]) -> None:
+        """Starts telling ``contexts``."""
+        if not self._contexts:
+            self._original = getattr(torch.autograd, _NAME)
+            setattr(torch.autograd, _NAME, self._wrapper())
+        self._contexts += contexts
+
+    def remove(self, contexts: list[Context]) -> None:
+        """Stops telling them; the last one puts the function back."""
+        self._contexts = [context for context in self._contexts if context not in contexts]
+        if not self._contexts and self._original is not None:
+            setattr(torch.autograd, _NAME, self._original)
+            self._original = None
+
+    def _wrapper(self) -> Any:
+        original = self._original
+
+        def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+            if graph_task_id() != -1:  # a backward inside a backward, as reentrant checkpointing runs them
+                return original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                for context in list(self._contexts):
+                    context.backward_left(error)
+                raise
+            for context in list(self._contexts):
+                context.backward_left(None)
+            return result
+
+        return _engine_run_backward
+
+
+SEAM = EngineSeam()

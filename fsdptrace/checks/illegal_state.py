@@ -1,0 +1,90 @@
+"""``illegal-state``: a group's hooks come in an order that FSDP2 does not have, or it computes while it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fsdptrace import events as ev
+from fsdptrace.checks.base import Rule, Violation
+
+_BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+
+
+class IllegalState(Rule):
+    name: ClassVar[str] = "illegal-state"
+    severity: ClassVar[str] = "error"
+    summary: ClassVar[str] = (
+        "a group's hooks arrive in an order outside the table of legal transitions, or a forward or recomputation computes "
+        "while the group is closed"
+    )
+    explanation: ClassVar[str] = (
+        "A unit that computes with freed parameters fails with `mixed torch.Tensor and DTensor` or a storage of size 0, often "
+        "far from the cause. torch 2.10 and older do so when a checkpointed unit with a unit inside runs twice before one "
+        "backward (DPO's chosen and rejected): the first recomputation frees what the second one needs."
+    )
+    example: ClassVar[str] = (
+        "# torch <= 2.10: checkpointed blocks with a unit inside\n(model(chosen) * model(rejected)).sum().backward()"
+    )
+    mend: ClassVar[str] = (
+        "Upgrade to torch 2.11 or newer (pytorch PR #171779), or run both inputs through one forward; until then shard the block "
+        "without the unit inside. After an exception in a forward or backward: `model.reset_iter_state()` (torch 2.13)."
+    )
+    silent: ClassVar[str] = (
+        "all transitions of the table: grouped units, further outputs, recomputation, forwards inside a backward, final callbacks"
+    )
+    cost: ClassVar[str] = "one comparison per hook"
+    options: ClassVar[Mapping[str, Any]] = {"legal": {}}
+
+    def configure(self, options: Mapping[str, Any]) -> None:
+        # The table comes from the adapters when recording, from the header's release when reading files.
+        self._legal: Mapping[str, Mapping[bool, frozenset[int]]] = options["legal"]
+
+    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if not self.tracker.groups[group].open and b != 4:
+            self._say_closed(seq, group, context)
+        self._look("pre_forward", seq, group, context, a)
+
+    def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._look("post_forward", seq, group, context, a)
+
+    def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._look("pre_backward", seq, group, context, a)
+
+    def _look(self, hook: str, seq: int, group: int, context: int, before: int) -> None:
+        allowed = self._legal.get(hook)
+        if allowed is None or before in allowed[context % 4 in _BACKWARD_PASSES]:
+            return
+        tracker = self.tracker
+        state = tracker.groups[group]
+        where = ev.PASSES[context % 4]
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                f"the {hook} hook of {state.name} (event {seq}, in the {where}) found it in state "
+                f"{ev.TRAINING_STATES[before]}: an earlier pass was left half way, or a hook was called out of order.",
+                "After an exception call model.reset_iter_state() (torch 2.13 and newer) before the next forward; look for code "
+                f"that calls or wraps hooks of {state.name}.",
+                (seq,), 0, hook,
+            )
+        )  # fmt: skip
+
+    def _say_closed(self, seq: int, group: int, context: int) -> None:
+        tracker = self.tracker
+        state = tracker.groups[group]
+        recompute = context % 4 == ev.PASS_RECOMPUTE
+        what = "the recomputation of" if recompute else "a forward of"
+        evidence = (state.freed, seq) if state.freed else (seq,)
+        freed = f", freed at event {state.freed}," if state.freed else ""
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                f"{what} {state.name} computes at event {seq} while its parameters are not gathered{freed} and its pre-forward "
+                "left them so.",
+                "Upgrade to torch 2.11 or newer (pytorch PR #171779), or run the inputs through one forward instead of several "
+                f"before one backward; without that, take the inner unit ({state.name}) out of the checkpointed one."
+                if recompute
+                else f"Call {state.name} through its forward, or model.reset_iter_state() after an exception.",
+                evidence, 0, "closed",
+            )
+        )  # fmt: skip

@@ -1,0 +1,96 @@
+"""``lost-pre-backward``: a backward reached a unit whose pre-backward hook never ran."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fsdptrace import events as ev
+from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.tracker import GroupState
+
+_BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+
+
+class LostPreBackward(Rule):
+    name: ClassVar[str] = "lost-pre-backward"
+    severity: ClassVar[str] = "error"
+    summary: ClassVar[str] = (
+        "a gradient reached a closed group whose pre-backward never ran, or a backward failed on freed parameters of a group "
+        "that ran with grad and had no pre-backward"
+    )
+    explanation: ClassVar[str] = (
+        "FSDP2 gathers a unit for its backward by a hook on the tensors that its forward returns. The hook is lost when a "
+        "returned view is changed in place, when the loss is taken from a tensor that is no output of the unit (a cached "
+        "intermediate), or when outputs are hidden in objects that FSDP2 does not look into. The backward then runs on freed "
+        "storage: it fails with `out of bounds for storage of size 0`, far from the cause."
+    )
+    example: ClassVar[str] = (
+        "y = model.inner(x)      # returns h.view(...)\n"
+        "y += 1.0                # in place: the hook on y is gone\n"
+        "y.sum().backward()"
+    )
+    mend: ClassVar[str] = (
+        "Return `out.clone()`, or use `y = y + 1.0`; return tensors in a tuple, list, dict or dataclass; take the loss from what "
+        "the unit returns; or keep the unit open for its backward with `reshard_after_forward=False`."
+    )
+    silent: ClassVar[str] = (
+        "units that stay open until their backward, partly run grouped units, a backward that fails for another reason (out of "
+        "memory, an error of your own)"
+    )
+    cost: ClassVar[str] = "one comparison per post-backward"
+
+    def configure(self, options: Any) -> None:
+        self._ran: list[int] = []  # groups in the order of their last forward with grad
+
+    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if d and context % 4 == ev.PASS_FORWARD:
+            self._ran.append(group)
+            if len(self._ran) > 4 * len(self.tracker.groups) + 64:
+                del self._ran[: len(self._ran) // 2]
+
+    def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.tracker.groups[group]
+        if not d or state.touched or context % 4 not in _BACKWARD_PASSES:
+            return
+        grouped = len(self.tracker.map.groups[group].modules) > 1
+        was_open = state.open or state.freed > seq
+        if was_open or grouped or not state.uses:
+            return
+        self._say(
+            seq, state, f"a gradient reached {state.name} (post-backward at event {seq}) although its pre-backward never ran and "
+            "it was not gathered.", (seq,),
+        )  # fmt: skip
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if not c or group >= 0 or b >= 0:  # not about freed parameters, or out of a module: another rule's
+            return
+        state = self._lost()
+        if state is None:
+            return
+        self._say(
+            seq, state, f"the backward failed at event {seq} on parameters that are not gathered: {state.name} ran with grad, was "
+            f"freed at event {state.freed}, and its pre-backward, which gathers it again, never ran.", (state.freed, seq),
+        )  # fmt: skip
+
+    def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._ran.clear()
+
+    def _lost(self) -> GroupState | None:
+        """The group that the backward was to reach first: of those that wait, closed, for their backward, the last to run."""
+        for group in reversed(self._ran):
+            state = self.tracker.groups[group]
+            if state.uses and not state.open and not state.touched:
+                return state
+        return None
+
+    def _say(self, seq: int, state: GroupState, message: str, evidence: tuple[int, ...]) -> None:
+        tracker = self.tracker
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number, message,
+                f"Look at what {state.name} returns: a view that is changed in place afterwards (return out.clone(), or use y = y "
+                "+ 1), an object that FSDP2 does not look into (return a tuple, list, dict or dataclass), or a loss on a tensor "
+                f"that it does not return. fully_shard({state.name}, reshard_after_forward=False) avoids the failure.",
+                evidence, state.bytes, "lost",
+            )
+        )  # fmt: skip

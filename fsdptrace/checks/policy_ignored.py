@@ -1,0 +1,80 @@
+"""``policy-ignored``: after its forward a unit is open, or freed, against its ``reshard_after_forward``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fsdptrace import events as ev
+from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.text import size
+from fsdptrace.checks.tracker import RESHARD_AFTER_FORWARD
+
+
+class PolicyIgnored(Rule):
+    name: ClassVar[str] = "policy-ignored"
+    severity: ClassVar[str] = "warning"
+    summary: ClassVar[str] = (
+        "a group stays open between forward and backward against its `reshard_after_forward`, or is freed against it"
+    )
+    explanation: ClassVar[str] = (
+        "The setting says whether memory or communication is to be saved; here the other one was. torch 2.6 and 2.7 ignored "
+        "`reshard_after_forward=True` on the root; a patched or wrapped hook can do the same to any unit."
+    )
+    example: ClassVar[str] = "fully_shard(model, reshard_after_forward=True)   # torch 2.7: the root stays open all the same"
+    mend: ClassVar[str] = (
+        "Call `unit.reshard()` after the forward, or set what you want with `unit.set_reshard_after_forward(...)`."
+    )
+    silent: ClassVar[str] = (
+        "the root's default policy, forwards inside a backward, manual unshard() and reshard(), state dicts, units that another "
+        "unit prefetches"
+    )
+    cost: ClassVar[str] = "one comparison per post-forward"
+
+    def configure(self, options: Any) -> None:
+        self._suspects: list[tuple[int, int, bool]] = []
+        self._hook_freed = [0] * len(self.tracker.map.groups)
+
+    def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if context % 4 == ev.PASS_FORWARD and c == 0:
+            self._hook_freed[group] = seq
+
+    def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if context % 4 != ev.PASS_FORWARD or a != 1:
+            return
+        state = self.tracker.groups[group]
+        wants = bool(state.flags & RESHARD_AFTER_FORWARD)
+        if wants and state.open:
+            if state.opened_how // ev.MODE_UNIT != 3:
+                self._suspects.append((group, seq, True))
+        elif not wants and not state.open and self._hook_freed[group] > seq:
+            self._suspects.append((group, seq, False))
+
+    def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        suspects, self._suspects = self._suspects, []
+        root = set(self.tracker.map.units[a].groups)
+        for number, at, stays in suspects:
+            info = self.tracker.map.groups[number]
+            # The switch of a root under the default policy is turned off at its first forward, before it is seen changed.
+            if number in root and info.auto_policy is not False:
+                continue
+            self._say(number, at, stays)
+
+    def _say(self, group: int, at: int, stays: bool) -> None:
+        tracker = self.tracker
+        state = tracker.groups[group]
+        setting = tracker.map.groups[group].reshard_after_forward if stays else False
+        what = "stayed open after its forward" if stays else "was freed after its forward"
+        cost = (
+            f"{size(state.bytes)} are held until its backward" if stays else f"its backward gathers {size(state.bytes)} again"
+        )
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                f"{state.name} {what} (event {at}) against its reshard_after_forward={setting}: {cost}.",
+                f"Call {state.name}.reshard() after the forward; torch 2.8 and newer honour the setting on the root too."
+                if stays
+                else f"Look for what wraps or patches {state.name}'s hooks, or call "
+                f"{state.name}.set_reshard_after_forward(True) if that is what you want.",
+                (state.opened, at), state.bytes, "open" if stays else "freed",
+            )
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""``repeated-gather``: a unit that is called by itself again and again is gathered anew each time for nothing."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.text import count, size
+
+_USUAL = 2  # one for a forward, one for its backward
+
+
+class RepeatedGather(Rule):
+    name: ClassVar[str] = "repeated-gather"
+    severity: ClassVar[str] = "warning"
+    summary: ClassVar[str] = (
+        "a group is gathered more often than once, plus once per further use and recomputation that needed it closed in between"
+    )
+    explanation: ClassVar[str] = (
+        "A unit below the root that is called by itself several times in a row (a head called per chunk of the sequence, each "
+        "with its own backward) is freed after each call and gathered again for the next, though nothing else needed the "
+        "memory in between and its parameters have not changed. One gather would do. Said as a cost, at the step."
+    )
+    example: ClassVar[str] = (
+        "h = model(x)\n"
+        "for chunk in h.detach().requires_grad_().chunk(8):\n"
+        "    model.head(chunk).sum().backward()      # head is gathered 16 times"
+    )
+    mend: ClassVar[str] = (
+        "Around the loop: `unit.set_requires_gradient_sync(False)`, `unit.set_reshard_after_backward(False)` and, on torch "
+        "2.8 and newer, `unit.set_reshard_after_forward(False)`; before the last chunk set the first two back to True."
+    )
+    silent: ClassVar[str] = (
+        "micro-batches through the whole model, a unit used several times within one forward, a model whose only unit it is"
+    )
+    cost: ClassVar[str] = "a few comparisons per gather and outermost forward"
+
+    def configure(self, options: Any) -> None:
+        groups = len(self.tracker.map.groups)
+        self._run = [0] * groups  # gathers in a row, nothing else gathered in between
+        self._calls = [0] * groups  # outermost forwards of its own unit in that row
+        self._worst: dict[int, tuple[int, int, int]] = {}
+        self._events: list[list[int]] = [[] for _ in range(groups)]
+        self._last = -1
+        self._covered: set[int] = set()
+
+    def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if e % 4:
+            return
+        if group != self._last:
+            self._close(self._last)
+            self._last = group
+            self._run[group] = self._calls[group] = 0
+            self._events[group] = []
+        self._run[group] += 1
+        if len(self._events[group]) < 8:
+            self._events[group].append(seq)
+
+    def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        unit = self.tracker.map.units[a]
+        own = set(unit.groups)
+        if self._last in own:
+            self._calls[self._last] += 1
+        else:
+            # A forward of the unit's ancestor: being called by itself as well is then what makes the unit special.
+            prefix = f"{unit.fqn}." if unit.fqn else ""
+            self._covered.update(g.id for g in self.tracker.map.groups if g.fqn.startswith(prefix) and g.id not in own)
+
+    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if group == self._last:
+            self._close(group)
+            self._last = -1
+
+    def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._close(self._last)
+        self._last = -1
+        for number, (gathers, calls, last) in self._worst.items():
+            if number in self._covered:
+                self._say(number, gathers, calls, last)
+        self._worst.clear()
+        self._covered.clear()
+
+    def _close(self, group: int) -> None:
+        if group >= 0 and self._run[group] > _USUAL and self._calls[group] > 1:
+            gathers, calls, _ = self._worst.get(group, (0, 0, 0))
+            last = self._events[group][-1]
+            self._worst[group] = (gathers + self._run[group], calls + self._calls[group], last)
+
+    def _say(self, group: int, gathers: int, calls: int, last: int) -> None:
+        tracker = self.tracker
+        state = tracker.groups[group]
+        info = tracker.map.groups[group]
+        wasted = (gathers - 1) * info.bytes
+        wire = (gathers - 1) * info.bytes // max(1, info.world) * (info.world - 1)
+        name = state.name
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                f"{name} was gathered {gathers} times in {count(calls, 'call')} of its own (last at event {last}) with nothing "
+                f"else gathered in between; expected 1. The others gathered {size(wasted)} again, {size(wire)} of it over the "
+                "wire on this rank.",
+                f"Around those calls: {name}.set_requires_gradient_sync(False), {name}.set_reshard_after_backward(False) and "
+                f"{name}.set_reshard_after_forward(False) (torch 2.8 and newer); set the first two back to True before the "
+                "last call.",
+                tuple(self._events[group]), wasted, "calls",
+            )
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""``unused-gather``: a unit was gathered and freed, or the backward ended, and nothing had used it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fsdptrace import events as ev
+from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.text import size
+from fsdptrace.checks.tracker import GroupState
+
+_BY_HAND_OR_RESET = (1, 2, 3)  # manual, state_dict, reset: causes of a reshard that are nobody's waste
+
+
+class UnusedGather(Rule):
+    name: ClassVar[str] = "unused-gather"
+    severity: ClassVar[str] = "warning"
+    summary: ClassVar[str] = "a gather is freed, or the backward ends, and the group was not used"
+    explanation: ClassVar[str] = (
+        "The all-gather took its time on the wire and its bytes of memory for nothing. FSDP2 prefetches in the backward by "
+        "the reverse order of the forward; when only a part of the forward has a backward (some heads, a detached "
+        "branch), it gathers units that the backward never visits."
+    )
+    example: ClassVar[str] = (
+        "outputs = model(x)                       # four heads\n"
+        "(outputs[1] + outputs[3]).sum().backward()   # heads 0 and 2 are gathered for nothing"
+    )
+    mend: ClassVar[str] = (
+        "Say what comes next: `unit.set_modules_to_backward_prefetch([...])` (non-empty), or run only the units whose "
+        "output is used. In a forward, take units that may not run off `set_modules_to_forward_prefetch`."
+    )
+    silent: ClassVar[str] = (
+        "a manual unshard() and reshard() around a read, state dicts, reset_iter_state, what another rule said"
+    )
+    cost: ClassVar[str] = "one comparison per reshard"
+
+    def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.tracker.groups[group]
+        if not state.used and a and c not in _BY_HAND_OR_RESET:
+            self._say(seq, state, "freed")
+
+    def discard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.tracker.groups[group]
+        if not state.used and context % 4 in (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE):
+            self._say(seq, state, "thrown away when the backward ended")
+
+    def _say(self, seq: int, state: GroupState, how: str) -> None:
+        _, direction, mode = ev.unpack_how(state.opened_how)
+        if state.blamed == state.opened or mode == "manual":
+            return
+        state.blamed = state.opened
+        tracker = self.tracker
+        issuer = tracker.name(state.opened_by)
+        who = f"the {mode} {direction} prefetch of {issuer}" if mode else "its own hook"
+        if mode == "explicit":
+            call = f"set_modules_to_{direction}_prefetch"
+            hint = f"Take {state.name} off the list of {issuer}.{call}(...), or name a unit there that runs."
+        else:
+            hint = (
+                f"{state.name} had no backward in this pass. Say what comes after {issuer}: "
+                f"{issuer}.set_modules_to_backward_prefetch([...]), or leave out units whose output is not used."
+            )
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
+                f"{state.name} was gathered by {who} at event {state.opened} ({size(state.bytes)}) and {how} at event {seq} "
+                "without having been used.",
+                hint, (state.opened, seq), state.bytes, f"{mode} {state.opened_by}",
+            )
+        )  # fmt: skip
