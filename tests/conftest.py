@@ -50,11 +50,15 @@ def fake_pg() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Iterator[Callable[..., fsdptrace.Recording]]:
-    """``fsdptrace.record`` with its files under ``tmp_path / "out"``; everything it made is closed after the test."""
+    """``fsdptrace.record`` with its files under ``tmp_path / "out"`` and, unless a test asks for some, without rules.
+
+    Everything it made is closed after the test.
+    """
     made: list[fsdptrace.Recording] = []
 
     def make(model: Any, **options: Any) -> fsdptrace.Recording:
         options.setdefault("out", str(tmp_path / "out"))
+        options.setdefault("checks", False)
         recording = fsdptrace.record(model, **options)
         made.append(recording)
         return recording

@@ -115,9 +115,9 @@ class OptimizerSteps:
                 temporary += 1
             else:
                 foreign += 1
-        if known:  # seen before, for this model or another: an optimizer has one number
-            name = next(iter(known.values())).name
-        else:
+        # An optimizer has one number, whatever models it holds; one that holds nothing of them needs none.
+        name = next((other.name for other in known.values() if other.name), 0)
+        if not name and (groups or temporary):
             self._numbers += 1
             name = model.context.owner.text(f"{type(optimizer).__name__}#{self._numbers}")
         made = known[id(model)] = Holding(key, groups, temporary, foreign, name)

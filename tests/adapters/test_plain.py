@@ -98,7 +98,7 @@ def test_children_lie_within_their_parents_in_time_and_number(fake_pg: Any, reco
 def test_state_and_step_events(fake_pg: Any, record: Any) -> None:
     model = sharded_chain(fake_pg(4))
     model[1].unshard()
-    with record(model) as rec:
+    with record(model, checks="gather-after-backward") as rec:
         train(model)
         rec.step()
         model(torch.randn(4, 8))

@@ -221,7 +221,6 @@ def test_frozen_groups(fake_pg: Any, record: Any) -> None:
                 reshard 1 288
                 reduce_scatter 1 288 avg tensors=2
     """)
-    assert rec.violations == []
     assert [group.trainable for group in rec.model_map()] == [0, 2, 0]
 
 
