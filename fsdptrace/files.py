@@ -147,7 +147,8 @@ class TraceFile:
         path: the first file.
         header: its first line; empty when it could not be read.
         models: model maps by number.
-        events: all events that are there, in the order of the lines.
+        events: all events that are there, a model's in the order in which they were recorded, which is when calls ended
+            and what rules expect; sort by ``seq`` for the order in which they began.
         heartbeats: the heartbeat lines.
         end: the last line, ``None`` when the process died before writing it.
         damaged: ``(file, line number)`` of lines that could not be read.
@@ -197,7 +198,6 @@ def read_file(path: str | Path) -> TraceFile:
     tail = tail_of(path)
     if trace.end is None and tail.exists():
         _read_part(tail, trace)
-    trace.events.sort(key=lambda event: event.seq)
     return trace
 
 

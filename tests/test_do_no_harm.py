@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn as nn
-from support.models import Block, Calls, Checkpointed
-from support.programs import PROGRAMS, Program, data, every_program
-from support.ranks import run_ranks
-from support.torches import VALUES, since
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdptrace
+from support.models import Block, Calls, Checkpointed
+from support.programs import PROGRAMS, Program, data, every_program
+from support.ranks import run_ranks
+from support.torches import VALUES, since
 
 STEPS = 3
 
@@ -118,10 +118,10 @@ def test_bit_identical_on_gloo(tmp_path: Path) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 def error_of(run: Any, record: Any, model: nn.Module) -> BaseException:
     if record is None:
-        with pytest.raises(Exception) as caught:  # noqa: PT011
+        with pytest.raises(Exception) as caught:
             run()
     else:
-        with record(model, checks=None) as rec, pytest.raises(Exception) as caught:  # noqa: PT011
+        with record(model, checks=None) as rec, pytest.raises(Exception) as caught:
             run()
         assert rec.faults == 0
     return caught.value

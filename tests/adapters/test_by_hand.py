@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from support.models import sharded_chain, train
 from support.show import trace
 from support.torches import RESET, since

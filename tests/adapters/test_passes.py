@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
 from support.models import Block, Calls, Checkpointed, sharded_chain, train
 from support.show import trace
 from support.torches import RECOMPUTE, since
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 
 def backward_of(rec: Any) -> Any:

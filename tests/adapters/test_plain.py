@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from support.models import chain, sharded_chain, train
 from support.show import trace
 from support.torches import HSDP
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 # Linear(8, 8) over 4 ranks: weight 8x8, 2 rows a rank; bias 8, 2 elements a rank. Nothing is padded.
 # (64 + 8) elements x 4 bytes = 288; of these a rank receives the 3 parts of the others: 216.

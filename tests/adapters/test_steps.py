@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+
 from support.models import sharded_chain, train
 from support.show import trace, tree
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
 from support.models import Block, Calls, chain, sharded_chain, train
 from support.show import trace, tree
 from support.torches import since
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 GROUPED = since(2, 13, "a grouped unit's pre-forward runs for each of its modules")
 PER_MESH = since(2, 13, "one module can have param groups on several meshes")

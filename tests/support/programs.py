@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from support.models import Block, Calls, Checkpointed
-from support.torches import HSDP, RECOMPUTE, RESET, since
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from support.models import Block, Calls, Checkpointed
+from support.torches import HSDP, RECOMPUTE, RESET, since
 
 DIM = 8
 
