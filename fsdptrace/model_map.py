@@ -83,6 +83,11 @@ class GroupInfo:
     offload: bool
 
 
+def usual_flags(group: GroupInfo) -> int:
+    """The switches of a group that nobody has touched, as bits in the order of :data:`fsdptrace.events.FLAGS`."""
+    return 1 | 2 | 4 | (8 if group.reshard_after_forward else 0) | 16
+
+
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
     """One ``fully_shard`` call, or the recorded module itself where it was not wrapped (``sharded`` is False)."""

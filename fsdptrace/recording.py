@@ -14,7 +14,7 @@ from fsdptrace import events as ev
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
 from fsdptrace.adapters.backward import SEAM
-from fsdptrace.adapters.context import BUSY, ENTERED, FINAL, STEPPED, Context, clock
+from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, FINAL, STEPPED, Context, clock
 from fsdptrace.adapters.describe import class_name, describe
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.optimizer import OptimizerSteps
@@ -89,6 +89,7 @@ class Recorded:
         context = self.context
         shared = context.shared
         context.close_backward()
+        context.abandon_forward()
         shared[STEPPED] = 0
         if not shared[BUSY]:
             return
@@ -98,9 +99,14 @@ class Recorded:
         past = sum(group.bytes for group in tracker.past_backward())
         now = clock()
         ring = self.session.ring
-        context.emit(
-            ev.STEP, next(context.ids), now, now, ev.NONE, 0, tracker.held, tracker.peak, past, ring.dropped,
-        )  # fmt: skip
+        seq = next(context.ids)
+        data = (tracker.held, tracker.peak, past, ring.dropped, 0)
+        packed = context.shared[CONTEXT]
+        try:
+            # Rules first: what they find at the step belongs to the step that ends.
+            context.on[ev.STEP](seq, ev.NONE, packed, *data)
+        finally:
+            context.append((ev.STEP, seq, now, now, ev.NONE, 0, packed, *data))
         if ring.full():
             ring.pump_if_free()
 

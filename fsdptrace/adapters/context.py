@@ -173,6 +173,11 @@ class Context:
             shared[DEPTH] = 0
             shared[OUTER_GRAD] = 0
 
+    def abandon_forward(self) -> None:
+        """A forward that will not end: an exception left a registered forward method, where no hook runs."""
+        if self.shared[DEPTH]:
+            self.close_forward(clock())
+
     # -- outermost backward --------------------------------------------------------------------------------------------
     def open_backward(self) -> None:
         """Called by the first hook that runs in a graph task; does nothing outside one or when one is open."""

@@ -72,6 +72,7 @@ class InstalledModel:
         self.installed = True
         for hooks in self.groups:
             hooks.snapshot(known(hooks.id))
+        self.poll_flags()
 
     def remove(self) -> None:
         """Takes the hooks off. Safe from inside a hook; no-op when they are off."""
@@ -113,6 +114,9 @@ class InstalledModel:
         methods: dict[str, Callable[..., Any]] = {}
         if unit.state is not None:
             methods["_pre_backward"] = self._state_pre_backward(unit)
+            # Hooks hold these two bound methods; only methods of register_fsdp_forward_method look them up at each call.
+            methods["_pre_forward"] = torch.compiler.disable(self._method_begins(unit))
+            methods["_post_forward"] = torch.compiler.disable(self._method_ends(unit))
             methods["_root_post_backward_final_callback"] = self._final_callback(unit)
         return UnitHooks(unit, self._begin(unit), self._ready(unit), self._end(unit), methods)
 
@@ -142,6 +146,37 @@ class InstalledModel:
                 owner.fault(error)
 
         return begin
+
+    def _method_begins(self, unit: Unit) -> Callable[..., Any]:
+        """A forward method of the user's begins: what the forward hooks see of a forward, without hooks."""
+        orig = WeakMethod(unit.state._pre_forward)
+        begin, ready = self._begin(unit), self._ready(unit)
+
+        def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not self.installed:
+                return call(orig, module, args, kwargs)
+            begin(module, args)
+            try:
+                result = call(orig, module, args, kwargs)
+            except BaseException:
+                self.context.abandon_forward()
+                raise
+            ready(module, args)
+            return result
+
+        return _pre_forward
+
+    def _method_ends(self, unit: Unit) -> Callable[..., Any]:
+        orig = WeakMethod(unit.state._post_forward)
+        end = self._end(unit)
+
+        def _post_forward(module: nn.Module, input: Any, output: Any) -> Any:
+            result = call(orig, module, input, output)
+            if self.installed:
+                end(module, input, result)
+            return result
+
+        return _post_forward
 
     def _ready(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         """The hook after FSDP2's own: in a recomputation it records the pre-forward that FSDPState returned early from,
@@ -269,9 +304,10 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
         self.unit = unit
-        self._begin = begin
-        self._ready = ready
-        self._end = end
+        # torch.compile would trace into them and break its graph there, as it would at FSDP2's own hooks.
+        self._begin = torch.compiler.disable(begin)
+        self._ready = torch.compiler.disable(ready)
+        self._end = torch.compiler.disable(end)
         self._methods = methods
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
         self._ids = [

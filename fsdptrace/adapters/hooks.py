@@ -35,7 +35,7 @@ from fsdptrace.adapters.context import (
     clock,
 )  # fmt: skip
 from fsdptrace.adapters.describe import dtype_name
-from fsdptrace.model_map import GroupInfo
+from fsdptrace.model_map import GroupInfo, usual_flags
 
 Wrapper = Callable[..., Any]
 MANUAL = ev.pack_how(mode=ev.MODES.index("manual"))
@@ -64,7 +64,7 @@ class GroupHooks:
         self.info = info
         self.id = info.id
         self.bytes = info.bytes
-        self.flags = flags_of(group)
+        self.flags = usual_flags(info)
         self.measured = False
         self.dtype = 0
         self.shared_with_others = False

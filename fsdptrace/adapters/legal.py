@@ -24,7 +24,7 @@ _TABLE: Table = {
     },
     "post_forward": {
         False: frozenset({FORWARD}),
-        True: frozenset({FORWARD, PRE_BACKWARD}),
+        True: frozenset({FORWARD, PRE_BACKWARD, POST_BACKWARD}),
     },
     "pre_backward": {
         False: frozenset({IDLE, FORWARD, POST_BACKWARD}),

@@ -37,71 +37,79 @@ class RepeatedGather(Rule):
 
     def configure(self, options: Any) -> None:
         groups = len(self.tracker.map.groups)
-        self._run = [0] * groups  # gathers in a row, nothing else gathered in between
-        self._calls = [0] * groups  # outermost forwards of its own unit in that row
-        self._worst: dict[int, tuple[int, int, int]] = {}
-        self._events: list[list[int]] = [[] for _ in range(groups)]
+        self._fresh: list[list[int]] = [[] for _ in range(groups)]  # gathers that have not been used yet
+        self._run: list[int] = []  # gathers of the group in use, with no other group used in between
+        self._calls = 0  # outermost forwards of its own unit in that row
         self._last = -1
+        self._worst: dict[int, tuple[list[int], int]] = {}
         self._covered: set[int] = set()
 
     def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if e % 4:
-            return
+        if not e % 4:
+            self._fresh[group].append(seq)
+
+    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._use(group)
+
+    def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._use(group)
+
+    def _use(self, group: int) -> None:
         if group != self._last:
-            self._close(self._last)
+            self._close()
             self._last = group
-            self._run[group] = self._calls[group] = 0
-            self._events[group] = []
-        self._run[group] += 1
-        if len(self._events[group]) < 8:
-            self._events[group].append(seq)
+        fresh = self._fresh[group]
+        if fresh:
+            self._run += fresh
+            fresh.clear()
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         unit = self.tracker.map.units[a]
         own = set(unit.groups)
         if self._last in own:
-            self._calls[self._last] += 1
+            self._calls += 1
         else:
             # A forward of the unit's ancestor: being called by itself as well is then what makes the unit special.
             prefix = f"{unit.fqn}." if unit.fqn else ""
             self._covered.update(g.id for g in self.tracker.map.groups if g.fqn.startswith(prefix) and g.id not in own)
 
     def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if group == self._last:
-            self._close(group)
-            self._last = -1
+        if group == self._last:  # what is gathered from now on is new
+            self._close()
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._close(self._last)
-        self._last = -1
-        for number, (gathers, calls, last) in self._worst.items():
+        self._close()
+        for number, (gathers, calls) in self._worst.items():
             if number in self._covered:
-                self._say(number, gathers, calls, last)
+                self._say(number, gathers, calls)
         self._worst.clear()
         self._covered.clear()
 
-    def _close(self, group: int) -> None:
-        if group >= 0 and self._run[group] > _USUAL and self._calls[group] > 1:
-            gathers, calls, _ = self._worst.get(group, (0, 0, 0))
-            last = self._events[group][-1]
-            self._worst[group] = (gathers + self._run[group], calls + self._calls[group], last)
+    def _close(self) -> None:
+        if self._last >= 0 and len(self._run) > _USUAL and self._calls > 1:
+            gathers, calls = self._worst.get(self._last, ([], 0))
+            self._worst[self._last] = (gathers + self._run, calls + self._calls)
+        self._run = []
+        self._calls = 0
+        self._last = -1
 
-    def _say(self, group: int, gathers: int, calls: int, last: int) -> None:
+    def _say(self, group: int, seqs: list[int], calls: int) -> None:
         tracker = self.tracker
         state = tracker.groups[group]
         info = tracker.map.groups[group]
+        gathers = len(seqs)
         wasted = (gathers - 1) * info.bytes
         wire = (gathers - 1) * info.bytes // max(1, info.world) * (info.world - 1)
         name = state.name
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
-                f"{name} was gathered {gathers} times in {count(calls, 'call')} of its own (last at event {last}) with nothing "
+                f"{name} was gathered {gathers} times in {count(calls, 'call')} of its own (last at event {seqs[-1]}) with nothing "
                 f"else gathered in between; expected 1. The others gathered {size(wasted)} again, {size(wire)} of it over the "
                 "wire on this rank.",
                 f"Around those calls: {name}.set_requires_gradient_sync(False), {name}.set_reshard_after_backward(False) and "
                 f"{name}.set_reshard_after_forward(False) (torch 2.8 and newer); set the first two back to True before the "
                 "last call.",
-                tuple(self._events[group]), wasted, "calls",
+                (*seqs[:7], seqs[-1]) if gathers > 8 else tuple(seqs), wasted, "calls",
             )
         )  # fmt: skip

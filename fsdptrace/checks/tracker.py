@@ -7,7 +7,7 @@ online or from a file, and knows nothing but events and the model map.
 from __future__ import annotations
 
 from fsdptrace import events as ev
-from fsdptrace.model_map import GroupInfo, ModelMap, show_name
+from fsdptrace.model_map import ModelMap, show_name, usual_flags
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 
@@ -277,8 +277,3 @@ class Tracker:
 
 SYNC, ALL_REDUCE, RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, UNSHARD_IN_BACKWARD = 1, 2, 4, 8, 16
 """Bits of ``GroupState.flags``, in the order of :data:`fsdptrace.events.FLAGS`."""
-
-
-def usual_flags(group: GroupInfo) -> int:
-    """The switches of a group that nobody has touched."""
-    return 1 | 2 | 4 | (8 if group.reshard_after_forward else 0) | 16

@@ -31,14 +31,18 @@ class UnpairedUnshard(Rule):
         "parameters: `model.reshard()` on the root."
     )
     silent: ClassVar[str] = (
-        "reshard_after_forward=False before the backward, set_reshard_after_backward(False), frozen groups and groups of "
+        "reshard_after_forward=False before the backward, a step that an exception cut short, set_reshard_after_backward(False), frozen groups and groups of "
         "other optimizers, a gather that is pending (`pending-gather` looks at those)"
     )
     cost: ClassVar[str] = "one comparison per group and optimizer step"
 
     def configure(self, options: Any) -> None:
         self._stepped = False
+        self._failed = False
         self._said_root = False
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._failed = True  # what an exception leaves open is its consequence; unclean-start looks at the next forward
 
     def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if a == 0 and self.tracker.groups[group].open:
@@ -49,11 +53,12 @@ class UnpairedUnshard(Rule):
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         stepped, self._stepped = self._stepped, False
+        failed, self._failed = self._failed, False
         for state in self.tracker.groups:
             if state.open:
                 if self._left_by_eval(state):
                     self._say_root(seq, state)
-                elif not stepped:
+                elif not stepped and not failed:
                     self._look(seq, state, "at the end of the step")
 
     def _look(self, seq: int, state: GroupState, when: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
@@ -34,6 +34,9 @@ class UnusedGather(Rule):
     )
     cost: ClassVar[str] = "one comparison per reshard"
 
+    def configure(self, options: Any) -> None:
+        self._waiting: list[tuple[int, GroupState, int, int, int]] = []
+
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.tracker.groups[group]
         if not state.used and a and c not in _BY_HAND_OR_RESET:
@@ -41,16 +44,28 @@ class UnusedGather(Rule):
 
     def discard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.tracker.groups[group]
-        if not state.used and context % 4 in (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE):
+        if state.used or context % 4 not in (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE):
+            return
+        if state.uses:
+            # Its backward may still come, as a trunk's does after those of the chunks of its head: known at the step.
+            self._waiting.append((seq, state, state.opened, state.opened_how, state.opened_by))
+        else:
             self._say(seq, state, "thrown away when the backward ended")
 
-    def _say(self, seq: int, state: GroupState, how: str) -> None:
-        _, direction, mode = ev.unpack_how(state.opened_how)
-        if state.blamed == state.opened or mode == "manual":
+    def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        waiting, self._waiting = self._waiting, []
+        for at, state, opened, how, by in waiting:
+            if state.uses:
+                self._say(at, state, "thrown away when the backward ended", (opened, how, by))
+
+    def _say(self, seq: int, state: GroupState, how: str, gather: tuple[int, int, int] | None = None) -> None:
+        opened, opened_how, opened_by = gather or (state.opened, state.opened_how, state.opened_by)
+        _, direction, mode = ev.unpack_how(opened_how)
+        if state.blamed == opened or mode == "manual":
             return
-        state.blamed = state.opened
+        state.blamed = opened
         tracker = self.tracker
-        issuer = tracker.name(state.opened_by)
+        issuer = tracker.name(opened_by)
         who = f"the {mode} {direction} prefetch of {issuer}" if mode else "its own hook"
         if mode == "explicit":
             call = f"set_modules_to_{direction}_prefetch"
@@ -63,8 +78,8 @@ class UnusedGather(Rule):
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
-                f"{state.name} was gathered by {who} at event {state.opened} ({size(state.bytes)}) and {how} at event {seq} "
+                f"{state.name} was gathered by {who} at event {opened} ({size(state.bytes)}) and {how} at event {seq} "
                 "without having been used.",
-                hint, (state.opened, seq), state.bytes, f"{mode} {state.opened_by}",
+                hint, (opened, seq), state.bytes, f"{mode} {opened_by}",
             )
         )  # fmt: skip
