@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.compat import GROUP_METHODS, groups_of
+from fsdptrace.adapters.compiler import not_compiled
 from fsdptrace.adapters.context import (
     BACKWARD_SEQ,
     CONTEXT,
@@ -115,8 +116,8 @@ class InstalledModel:
         if unit.state is not None:
             methods["_pre_backward"] = self._state_pre_backward(unit)
             # Hooks hold these two bound methods; only methods of register_fsdp_forward_method look them up at each call.
-            methods["_pre_forward"] = torch.compiler.disable(self._method_begins(unit))
-            methods["_post_forward"] = torch.compiler.disable(self._method_ends(unit))
+            methods["_pre_forward"] = not_compiled(self._method_begins(unit))
+            methods["_post_forward"] = not_compiled(self._method_ends(unit))
             methods["_root_post_backward_final_callback"] = self._final_callback(unit)
         return UnitHooks(unit, self._begin(unit), self._ready(unit), self._end(unit), methods)
 
@@ -304,10 +305,7 @@ class UnitHooks:
 
     def __init__(self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
         self.unit = unit
-        # torch.compile would trace into them and break its graph there, as it would at FSDP2's own hooks.
-        self._begin = torch.compiler.disable(begin)
-        self._ready = torch.compiler.disable(ready)
-        self._end = torch.compiler.disable(end)
+        self._begin, self._ready, self._end = (not_compiled(hook) for hook in (begin, ready, end))
         self._methods = methods
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
         self._ids = [
