@@ -33,7 +33,9 @@ class LateReshard(Rule):
         "Pass tensors as arguments, or in a tuple, list, dict or (torch 2.10 and newer) dataclass; for raw inputs: "
         "`x.requires_grad_()` before the first unit of a tower, or put the tower into one unit less."
     )
-    silent: ClassVar[str] = "the root, embeddings (integer inputs), one unit behind a frozen prefix, frozen units"
+    silent: ClassVar[str] = (
+        "the root, embeddings (integer inputs), one unit behind a frozen prefix and the units inside it that begin it, frozen units"
+    )
     cost: ClassVar[str] = "a look at all groups per backward"
 
     def configure(self, options: Any) -> None:
@@ -56,7 +58,8 @@ class LateReshard(Rule):
         raw = [item for item in late if item[0].input_grad == _RAW]
         if hidden:
             self._say(hidden, seq, "hidden")
-        if len(raw) > 1:
+        # A unit and the first one inside it take the same raw input: that is one place where a model begins, not two.
+        if sum(not any(_is_inside(other.fqn, state.fqn) for other, _ in raw) for state, _ in raw) > 1:
             self._say(raw, seq, "raw")
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
@@ -86,3 +89,7 @@ class LateReshard(Rule):
                 hint, (*(state.opened for state, _ in late[:6]), at), total, cause,
             )
         )  # fmt: skip
+
+
+def _is_inside(fqn: str, outer: str) -> bool:
+    return fqn.startswith(f"{outer}.")

@@ -1,0 +1,455 @@
+"""Cases on gathering and freeing: what goes wrong, what must be found, and the healthy variant beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from gallery.models import DIM, checkpointed_layers, data, layers, linear, sgd, shard, steps
+from gallery.verdict import verdict
+from support.models import Calls
+from support.torches import RECOMPUTE, since
+
+
+@pytest.fixture
+def old_bookkeeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The post-forward of torch 2.9 and older: a recomputation too frees the unit and puts it in the order list."""
+
+    def post_forward(self: Any, module: Any, input: Any, output: Any) -> Any:
+        self.reshard()
+        self._record_post_forward()
+        self._training_state = TrainingState.IDLE
+        return output
+
+    monkeypatch.setattr(FSDPParamGroup, "post_forward", post_forward)
+
+
+# -- nested_moe_checkpoint_leak ----------------------------------------------------------------------------------------
+class Experts(nn.Module):
+    """Two weights of 32 x 8 floats: 2 * 256 * 4 = 2,048 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4 * DIM, DIM) * 0.1)
+        self.down = nn.Parameter(torch.randn(DIM, 4 * DIM) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.up.T) @ self.down.T
+
+
+def moe(mesh: Any, count: int = 6) -> nn.Module:
+    """Checkpointed blocks that are units, with experts inside that are units of their own and not the last to run."""
+
+    def layer() -> nn.Module:
+        ffn = Calls(lambda self, x: self.experts(x) * self.router(x).sigmoid(), experts=Experts(), router=nn.Linear(DIM, 1))
+        return Calls(lambda self, x: x + self.moe(x + self.attn(x)), attn=linear(), moe=ffn)
+
+    def run(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for block in self.layers:
+            x = block(x)
+        return self.out(x)
+
+    model = Calls(run, emb=nn.Embedding(20, DIM), layers=nn.ModuleList([layer() for _ in range(count)]), out=nn.Linear(DIM, 20))
+    for i in range(count):
+        fully_shard(model.layers[i].moe.experts, mesh=mesh)
+        model.layers[i] = checkpoint_wrapper(model.layers[i])
+        fully_shard(model.layers[i], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 20, (2, 16))
+
+
+def test_nested_moe_checkpoint_leak(fake_pg: Any, watch: Any, old_bookkeeping: None) -> None:
+    model = moe(fake_pg(2))
+    with watch(model) as rec:
+        steps(model, 2, lambda: model(tokens()).square().mean())
+    # The recomputation of layer 4 puts its experts last in the order list, behind those of layer 5, whose recomputation put
+    # them there a moment before. Their pre-backward prefetches that neighbour, which is done; and so on down to layer 0.
+    found = verdict(rec)
+    found.reads("""
+        0 error gather-after-backward layers.5.moe.experts 2048
+        0 error gather-after-backward layers.4.moe.experts 2048
+        0 error gather-after-backward layers.3.moe.experts 2048
+        0 error gather-after-backward layers.2.moe.experts 2048
+        0 error gather-after-backward layers.1.moe.experts 2048
+        1 error gather-after-backward layers.5.moe.experts 2048
+        1 error gather-after-backward layers.4.moe.experts 2048
+        1 error gather-after-backward layers.3.moe.experts 2048
+        1 error gather-after-backward layers.2.moe.experts 2048
+        1 error gather-after-backward layers.1.moe.experts 2048
+    """)
+    for v in found.violations:
+        n = int(v.fqn.split(".")[1])
+        assert v.message.startswith(f"The implicit backward prefetch of layers.{n - 1}.moe.experts gathered {v.fqn} (2,048 B)")
+        assert "set_modules_to_backward_prefetch" in v.hint
+        assert "2.10" in v.hint
+
+
+@RECOMPUTE
+def test_nested_moe_as_installed(fake_pg: Any, watch: Any) -> None:
+    model = moe(fake_pg(2))
+    with watch(model, on_violation="raise") as rec:
+        steps(model, 2, lambda: model(tokens()).square().mean())
+    verdict(rec).reads("")
+
+
+# -- reentrant_ac_leak -------------------------------------------------------------------------------------------------
+def test_reentrant_checkpointing_leak(fake_pg: Any, watch: Any, old_bookkeeping: None) -> None:
+    model = checkpointed_layers(fake_pg(2), use_reentrant=True)
+    with watch(model) as rec:
+        steps(model, 2)
+    # The same bookkeeping with reentrant checkpointing: the neighbour of layer 3's second entry is layer 3 itself, which is
+    # open; that of layer 2's is layer 3; that of layer 1's is layer 2; that of layer 0's is layer 1.
+    found = verdict(rec)
+    found.reads("""
+        0 error gather-after-backward layers.3 256
+        0 error gather-after-backward layers.2 256
+        0 error gather-after-backward layers.1 256
+        1 error gather-after-backward layers.3 256
+        1 error gather-after-backward layers.2 256
+        1 error gather-after-backward layers.1 256
+    """)
+    assert [v.message.split(" gathered")[0] for v in found.violations[:3]] == [
+        "The implicit backward prefetch of layers.2", "The implicit backward prefetch of layers.1",
+        "The implicit backward prefetch of layers.0",
+    ]  # fmt: skip
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reentrant_as_installed(fake_pg: Any, watch: Any, reentrant: bool) -> None:
+    model = checkpointed_layers(fake_pg(2), use_reentrant=reentrant)
+    with watch(model, on_violation="raise") as rec:
+        steps(model, 2)
+    verdict(rec).reads("")
+
+
+# -- pending_forward_prefetch ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_pending_forward_prefetch(fake_pg: Any, watch: Any, prefetch: bool) -> None:
+    def run(self: Any, x: torch.Tensor, aux: bool = True) -> torch.Tensor:
+        return self.aux(self.trunk(x)) if aux else self.trunk(x)
+
+    model = Calls(run, trunk=linear(), aux=linear())
+    shard(model, [model.trunk, model.aux], fake_pg(2))
+    if prefetch:
+        model.trunk.set_modules_to_forward_prefetch([model.aux])
+    optimizer = sgd(model)
+    with watch(model) as rec:
+        model(data()).sum().backward()
+        with torch.no_grad():
+            model(data(), aux=False)
+        optimizer.step()
+        with torch.no_grad():
+            model(data())
+    found = verdict(rec, others=("stale-weights",))
+    if not prefetch:
+        found.reads("")
+        return
+    found.reads("0 error pending-gather aux 256")
+    v = found.only()
+    opened, changed = v.evidence
+    assert v.message == (
+        f"a gather of aux (256 B) was pending when its parameters changed (event {changed}): the explicit forward prefetch of "
+        f"trunk issued it at event {opened}, 0 steps ago, and nobody waited for it. The next use will compute with the "
+        "parameters of before the change."
+    )
+    assert "trunk.set_modules_to_forward_prefetch" in v.hint
+
+
+# -- mistargeted_backward_prefetch -------------------------------------------------------------------------------------
+def heads(mesh: Any) -> nn.Module:
+    def run(self: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = self.trunk(x)
+        return [head(hidden) for head in self.heads]
+
+    model = Calls(run, trunk=linear(), heads=nn.ModuleList([linear() for _ in range(4)]))
+    return shard(model, [model.trunk, *model.heads], mesh)
+
+
+def test_mistargeted_backward_prefetch(fake_pg: Any, watch: Any) -> None:
+    model = heads(fake_pg(2))
+    with watch(model) as rec:
+        for keep in ([0, 1, 2, 3], [1, 3]):
+            outputs = model(data())
+            sum(outputs[i].sum() for i in keep).backward()
+            rec.step()
+    # Head 3's pre-backward prefetches its neighbour, head 2, and head 1's head 0; neither has a backward. The final callback
+    # throws them away unit by unit, in the order of the modules. All heads: nothing.
+    found = verdict(rec)
+    found.reads("""
+        1 warning unused-gather heads.0 256
+        1 warning unused-gather heads.2 256
+    """)
+    first, second = found.violations
+    assert "the implicit backward prefetch of heads.1" in first.message
+    assert "the implicit backward prefetch of heads.3" in second.message
+
+
+# -- chunked_loss_head -------------------------------------------------------------------------------------------------
+def language_model(mesh: Any) -> nn.Module:
+    """A trunk of 256 bytes and a head of 32 x 8 floats, 1,024 bytes, that the forward does not call."""
+    model = Calls(lambda self, x: self.trunk(x), trunk=linear(), head=nn.Linear(DIM, 4 * DIM, bias=False))
+    return shard(model, [model.trunk, model.head], mesh)
+
+
+def chunked_step(model: nn.Module, flags: bool) -> None:
+    hidden = model(data(8))
+    leaf = hidden.detach().requires_grad_()
+    if flags:
+        model.head.set_requires_gradient_sync(False)
+        model.head.set_reshard_after_backward(False)
+        model.head.set_reshard_after_forward(False)
+    chunks = leaf.chunk(4)
+    for i, chunk in enumerate(chunks):
+        if flags and i == len(chunks) - 1:
+            model.head.set_requires_gradient_sync(True)
+            model.head.set_reshard_after_backward(True)
+        model.head(chunk).square().sum().backward()
+    hidden.backward(leaf.grad)
+
+
+def test_chunked_loss_plain(fake_pg: Any, watch: Any) -> None:
+    model = language_model(fake_pg(2))
+    optimizer = sgd(model)
+    with watch(model) as rec:
+        for _ in range(2):
+            chunked_step(model, flags=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    # Four chunks, each gathered for its forward and again for its backward: 8, of which 7 are for nothing: 7 * 1,024 bytes,
+    # half of them (one of two ranks) over the wire.
+    found = verdict(rec)
+    found.reads("""
+        0 warning repeated-gather head 7168
+        1 warning repeated-gather head 7168
+    """)
+    assert "gathered 8 times in 4 calls" in found.violations[0].message
+    assert "7,168 B again, 3,584 B" in found.violations[0].message
+    assert "head.set_reshard_after_backward(False)" in found.violations[0].hint
+
+
+@since(2, 8, "set_reshard_after_forward is new in it")
+def test_chunked_loss_with_the_flags(fake_pg: Any, watch: Any) -> None:
+    model = language_model(fake_pg(2))
+    optimizer = sgd(model)
+    with watch(model, on_violation="raise") as rec:
+        for _ in range(2):
+            chunked_step(model, flags=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    verdict(rec).reads("")
+
+
+@pytest.mark.parametrize("kept_open", [False, True])
+def test_chunked_loss_flags_left_on(fake_pg: Any, watch: Any, kept_open: bool) -> None:
+    model = language_model(fake_pg(2))
+    model.head.set_requires_gradient_sync(False)
+    model.head.set_reshard_after_backward(False)
+    if kept_open:
+        model.head.set_reshard_after_forward(False)
+    optimizer = sgd(model)
+    with watch(model) as rec:
+        for _ in range(2):
+            model.head(model(data())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    verdict(rec, others=("flags-at-step", "missing-reduction", "stale-weights")).reads("")
+
+
+# -- forward_prefetch_in_recompute -------------------------------------------------------------------------------------
+@RECOMPUTE
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("mode", ["none", "non-reentrant", "reentrant"])
+def test_forward_prefetch_in_recompute(fake_pg: Any, watch: Any, mode: str, prefetch: bool) -> None:
+    how = {} if mode == "none" else {"use_reentrant": mode == "reentrant"}
+    model = checkpointed_layers(fake_pg(2), **how)
+    if prefetch:
+        for one, following in zip(model.layers, model.layers[1:], strict=False):
+            one.set_modules_to_forward_prefetch([following])
+    with watch(model) as rec:
+        steps(model, 3)
+    found = verdict(rec)
+    if not (prefetch and mode == "reentrant"):
+        found.reads("")
+        return
+    # The recomputation of layers 2, 1 and 0 repeats their prefetch of layers 3, 2 and 1, whose backward is over.
+    found.reads(
+        "\n".join(f"{step} error gather-after-backward layers.{i} 256" for step in range(3) for i in (3, 2, 1))
+    )  # fmt: skip
+    for v in found.violations:
+        issuer = f"layers.{int(v.fqn[-1]) - 1}"
+        assert v.message.startswith(f"The explicit forward prefetch of {issuer} gathered {v.fqn}")
+        assert "use_reentrant=False" in v.hint
+
+
+# -- checkpoint_right_after_eval ---------------------------------------------------------------------------------------
+def root_with_parameters(mesh: Any) -> nn.Sequential:
+    """Three layers of 256 bytes, of which the last belongs to the root."""
+    model = nn.Sequential(linear(), linear(), linear())
+    return shard(model, list(model)[:2], mesh)
+
+
+@since(2, 8, "the default policy of a root")
+def test_checkpoint_right_after_eval(fake_pg: Any, watch: Any) -> None:
+    model = root_with_parameters(fake_pg(2))
+    optimizer = sgd(model)
+    with watch(model, on_violation="raise") as rec:
+        steps(model, 1, optimizer=optimizer)
+        with torch.no_grad():
+            model(data())
+        names = {id(p): name for name, p in model.named_parameters()}
+        assert [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]] == ["0.weight", "1.weight", None]
+    found = verdict(rec)
+    found.reads("0 info unpaired-unshard (root) 256")
+    assert "the root's default policy, and legal" in found.only().message
+    assert "model.reshard()" in found.only().hint
+
+
+@since(2, 8, "the default policy of a root")
+def test_checkpoint_after_every_eval_is_said_once(fake_pg: Any, watch: Any) -> None:
+    model = root_with_parameters(fake_pg(2))
+    with watch(model, on_violation="raise") as rec:
+        for _ in range(3):
+            with torch.no_grad():
+                model(data())
+            rec.step()
+    verdict(rec).reads("0 info unpaired-unshard (root) 256")
+
+
+def test_checkpoint_while_sharded(fake_pg: Any, watch: Any) -> None:
+    model = root_with_parameters(fake_pg(2))
+    with watch(model, on_violation="raise") as rec:
+        steps(model, 1)
+        model.state_dict()
+        with torch.no_grad():
+            model(data())
+        model.reshard()
+        model.state_dict()
+        out = model(data())
+        model.state_dict()  # between forward and backward: closes the root, which is gathered again
+        out.sum().backward()
+    verdict(rec).silent()
+    assert not [v for v in rec.violations if v.rule == "unpaired-unshard"]
+
+
+# -- accumulation_flags_left_on ----------------------------------------------------------------------------------------
+def micro_batches(model: nn.Module, setup: Any) -> None:
+    """Two steps of three micro-batches; ``setup(model, last)`` before each."""
+    optimizer = sgd(model)
+    for _ in range(2):
+        for i in range(3):
+            setup(model, i == 2)
+            model(data()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_last_backward_left_false(fake_pg: Any, watch: Any) -> None:
+    model = layers(fake_pg(2))
+
+    def setup(model: Any, last: bool) -> None:
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(False)
+
+    with watch(model) as rec:
+        micro_batches(model, setup)
+    # The order list is never cleared. From the second micro-batch on, layer 0 finds layer 2 of the one before in front of
+    # itself and prefetches it: legal in itself (info, once a step). Nobody clears it, and the optimizer steps.
+    found = verdict(rec, others=("flags-at-step", "stale-weights"))
+    found.reads("""
+        0 info gather-after-backward 2 256
+        0 error pending-gather 2 256
+        1 info gather-after-backward 2 256
+        1 error pending-gather 2 256
+    """)
+    v = found.of("pending-gather")[0]
+    assert "the implicit backward prefetch of 0" in v.message
+    assert "set_is_last_backward(True)" in v.hint
+
+
+@pytest.mark.parametrize("how", ["correct", "never", "root only"])
+def test_gradient_sync_left_off(fake_pg: Any, watch: Any, how: str) -> None:
+    model = layers(fake_pg(2))
+
+    def setup(model: Any, last: bool) -> None:
+        if how == "correct":
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+        else:
+            model.set_requires_gradient_sync(how == "root only" and last, recurse=how == "never" or not last)
+
+    with watch(model) as rec:
+        micro_batches(model, setup)
+    # What is wrong in two of them belongs to the rules on gradients; these rules have nothing to say.
+    verdict(rec, others=("flags-at-step", "missing-reduction")).silent()
+
+
+# -- stale_weights, as far as groups stay open -------------------------------------------------------------------------
+def test_opened_by_hand_across_the_step(fake_pg: Any, watch: Any) -> None:
+    model = layers(fake_pg(2), 2)
+
+    def export() -> None:
+        model[0].unshard()
+        model[1].unshard()
+
+    with watch(model) as rec:
+        steps(model, 3, before_step=export)
+    found = verdict(rec, others=("stale-weights",))
+    found.reads("\n".join(f"{step} error unpaired-unshard {i} 256" for step in range(3) for i in range(2)))
+    v = found.violations[0]
+    opened, _ = v.evidence
+    assert v.message == (
+        f"0 was still open when the optimizer stepped (256 B, 1 parameters): opened at event {opened}, a call of unshard() "
+        "opened it and no reshard() followed. The next forward will compute with this copy of the old parameters."
+    )
+    assert "0.reshard()" in v.hint
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_eval_between_backward_and_step(fake_pg: Any, watch: Any, reshard_after_forward: bool) -> None:
+    model = layers(fake_pg(2), 2, reshard_after_forward=reshard_after_forward)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(data())
+
+    with watch(model) as rec:
+        steps(model, 3, before_step=evaluate)
+    # With False the units stay open as told: no pairing is broken (the copies are stale: another rule). The eval pass leaves
+    # its order behind, which costs the next backward one gather: info.
+    verdict(rec, others=("stale-weights",)).reads("""
+        1 info unclean-start (model) 0
+        1 info gather-after-backward 1 256
+        2 info gather-after-backward 1 256
+    """)
+
+
+def test_kept_open_over_steps_as_told(fake_pg: Any, watch: Any) -> None:
+    model = layers(fake_pg(2), 2, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    with watch(model) as rec:
+        steps(model, 3)
+    verdict(rec, others=("stale-weights", "flags-at-step")).reads("")
+
+
+def test_shards_written_while_open(fake_pg: Any, watch: Any) -> None:
+    model = layers(fake_pg(2), 2)
+    shards = list(model.parameters())
+    with watch(model) as rec, torch.no_grad():
+        model[0].unshard()
+        model[1].unshard()
+        for param in shards:
+            param.zero_()
+        model(data())
+    verdict(rec, others=("stale-weights",)).reads("")
