@@ -15,7 +15,7 @@ from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
 from fsdptrace.adapters.backward import SEAM
 from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, FINAL, STEPPED, Context, clock
-from fsdptrace.adapters.describe import class_name, describe
+from fsdptrace.adapters.describe import class_name, describe, groups_in
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.checks import policy, registry
@@ -46,6 +46,7 @@ class Recorded:
         self.session = session
         self.checks = (options.checks, repr(options.rule_options), options.budget_bytes)
         self.recording: Recording | None = None
+        self.failed = False
         described = describe(model, number)
         rules = registry.select(options.checks, options.budget_bytes is not None)
         self.engine = Engine(described.map, rules, self._on_violation, report.release, _rule_options(options))
@@ -110,6 +111,16 @@ class Recorded:
         if ring.full():
             ring.pump_if_free()
 
+    def break_off(self) -> None:
+        """Closes the step that a fault of ours cut short, past the checks, so that the next recording begins a new one."""
+        context, tracker = self.context, self.engine.tracker
+        if context.shared[BUSY]:
+            context.shared[BUSY] = 0
+            now = clock()
+            data = (tracker.held, tracker.peak, 0, self.session.ring.dropped, 0)
+            context.append((ev.STEP, next(context.ids), now, now, ev.NONE, 0, context.base, *data))
+            tracker.step_number += 1
+
     def _on_violation(self, violation: Violation) -> None:
         recording = self.recording
         session = self.session
@@ -157,6 +168,7 @@ class Recording:
         self.violations: list[Violation] = []
         self.faults = 0
         self._models = list(models)
+        self._references = [weakref.ref(model) for model in models]
         self._recorded: list[Recorded] = []
         self._session: Session | None = None
         self._optimizers: OptimizerSteps | None = None
@@ -171,15 +183,21 @@ class Recording:
             UnsupportedTorch: this PyTorch lacks a name that is needed; nothing was touched.
             AlreadyRecorded: the model is being recorded already.
             ValueError: no unit of ``fully_shard`` in the model.
+            ReferenceError: the recording ended before and its model is gone: it keeps none alive.
         """
         if not self.enabled:
             return self
+        models = [model for reference in self._references if (model := reference()) is not None]
+        if len(models) != len(self._references):
+            raise ReferenceError("the model of this recording is gone; make a new one with `record`")
         report = compat.require()
         if report.newer:
             _warn_newer(report.version)
-        for model in self._models:
+        for model in models:
             if model in _recorded:
                 raise AlreadyRecorded(_already(model))
+        self._models = models
+        self._recorded = []
         session = self._session = session_for(self.options)
         try:
             for model in self._models:
@@ -208,6 +226,7 @@ class Recording:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Takes the hooks off and closes the step. An exception inside passes through unchanged."""
         if not self._active:
+            self._let_go()
             return
         self._active = False
         try:
@@ -228,13 +247,22 @@ class Recording:
         if self._optimizers is not None:
             self._optimizers.remove()
             self._optimizers = None
-        for recorded, model in zip(self._recorded, self._models, strict=True):
-            recorded.hooks.let_go()
-            recorded.recording = None
+        for model in self._models:
             _recorded.discard(model)
         _recorded_groups.difference_update(self._groups)
+        self._let_go()
         if self._session is not None:
             self._session.drain.wake.set()
+
+    def _let_go(self) -> None:
+        """Drops the references to the models; idempotent."""
+        self._models = []
+        for recorded in self._recorded:
+            if recorded.recording is self:
+                if recorded.failed:
+                    recorded.break_off()
+                recorded.hooks.let_go()
+                recorded.recording = None
 
     def step(self) -> None:
         """Ends the running step of every recorded model. Needed only where no optimizer steps.
@@ -338,6 +366,7 @@ class Recording:
             self._active = False
             SEAM.remove([recorded.context for recorded in self._recorded])
             for recorded in self._recorded:
+                recorded.failed = True
                 recorded.hooks.remove()
             if self._optimizers is not None:
                 self._optimizers.remove()
@@ -360,9 +389,14 @@ def _recorded_for(session: Session, model: nn.Module, options: Options, report: 
     number = session.next_model()
     if known is not None:
         number = known.context.model
-        if known.checks == checks and known.hooks.take_hold():
+        if known.checks == checks and not known.failed and known.hooks.take_hold():
             return known
+        known.hooks.let_go()
+    if not _recorded_groups.isdisjoint(map(id, groups_in(model))):
+        raise AlreadyRecorded(_already(model))
     made = Recorded(session, model, number, options, report)
+    if known is not None:
+        made.engine.tracker.step_number = known.engine.tracker.step_number
     if not any(unit.sharded for unit in made.hooks.map.units):
         raise ValueError(
             f"record({type(model).__name__}): no module of it was wrapped by fully_shard, so there is nothing to record; "

@@ -23,20 +23,23 @@ class EngineSeam:
     def __init__(self) -> None:
         self._contexts: list[Context] = []
         self._original: Any = None
+        self._ours: Any = None
 
     def add(self, contexts: list[Context]) -> None:
         """Starts telling ``contexts``."""
         if not self._contexts:
             self._original = getattr(torch.autograd, _NAME)
-            setattr(torch.autograd, _NAME, self._wrapper())
+            self._ours = self._wrapper()
+            setattr(torch.autograd, _NAME, self._ours)
         self._contexts += contexts
 
     def remove(self, contexts: list[Context]) -> None:
         """Stops telling them; the last one puts the function back."""
         self._contexts = [context for context in self._contexts if context not in contexts]
         if not self._contexts and self._original is not None:
-            setattr(torch.autograd, _NAME, self._original)
-            self._original = None
+            if getattr(torch.autograd, _NAME) is self._ours:  # else somebody wrapped ours, which passes everything through
+                setattr(torch.autograd, _NAME, self._original)
+            self._original = self._ours = None
 
     def _wrapper(self) -> Any:
         original = self._original

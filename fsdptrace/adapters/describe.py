@@ -78,6 +78,12 @@ def describe(model: nn.Module, number: int) -> Described:
     return Described(model_map, units, groups)
 
 
+def groups_in(model: nn.Module) -> list[Any]:
+    """The param groups of all units in ``model``."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for state in {id(state): state for state in states}.values() for group in groups_of(state)]
+
+
 def class_name(module: nn.Module) -> str:
     """The user's class: ``fully_shard`` puts a subclass ``FSDP<Name>`` in its place (``_fully_shard.py``)."""
     cls = type(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import ref
 
 import torch
 import torch.nn as nn
@@ -67,7 +67,7 @@ class InstalledModel:
             return
         self.context.reset()
         for hooks in self.groups:
-            hooks.group.__dict__.update(hooks.wrappers)
+            put_over(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
             unit.put_on()
         self.installed = True
@@ -81,7 +81,7 @@ class InstalledModel:
             return
         self.installed = False
         for hooks in self.groups:
-            _take_back(hooks.group.__dict__, hooks.wrappers)
+            take_back(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
             unit.take_off()
 
@@ -113,13 +113,16 @@ class InstalledModel:
     # -- making the hooks ----------------------------------------------------------------------------------------------
     def _prepare(self, unit: Unit) -> UnitHooks:
         methods: dict[str, Callable[..., Any]] = {}
+        others: dict[str, Any] = {}
         if unit.state is not None:
-            methods["_pre_backward"] = self._state_pre_backward(unit)
+            methods["_pre_backward"] = self._state_pre_backward(unit, Original(unit.state, "_pre_backward", others))
             # Hooks hold these two bound methods; only methods of register_fsdp_forward_method look them up at each call.
-            methods["_pre_forward"] = not_compiled(self._method_begins(unit))
-            methods["_post_forward"] = not_compiled(self._method_ends(unit))
-            methods["_root_post_backward_final_callback"] = self._final_callback(unit)
-        return UnitHooks(unit, self._begin(unit), self._ready(unit), self._end(unit), methods)
+            begins, ends = Original(unit.state, "_pre_forward", others), Original(unit.state, "_post_forward", others)
+            methods["_pre_forward"] = not_compiled(self._method_begins(unit, begins))
+            methods["_post_forward"] = not_compiled(self._method_ends(unit, ends))
+            final = Original(unit.state, "_root_post_backward_final_callback", others)
+            methods["_root_post_backward_final_callback"] = self._final_callback(unit, final)
+        return UnitHooks(unit, self._begin(unit), self._ready(unit), self._end(unit), methods, others)
 
     def _begin(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         c = self.context
@@ -148,17 +151,16 @@ class InstalledModel:
 
         return begin
 
-    def _method_begins(self, unit: Unit) -> Callable[..., Any]:
+    def _method_begins(self, unit: Unit, orig: Original) -> Callable[..., Any]:
         """A forward method of the user's begins: what the forward hooks see of a forward, without hooks."""
-        orig = WeakMethod(unit.state._pre_forward)
         begin, ready = self._begin(unit), self._ready(unit)
 
         def _pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self.installed:
-                return call(orig, module, args, kwargs)
+                return orig.later(module, args, kwargs)
             begin(module, args)
             try:
-                result = call(orig, module, args, kwargs)
+                result = orig(module, args, kwargs)
             except BaseException:
                 self.context.abandon_forward()
                 raise
@@ -167,14 +169,14 @@ class InstalledModel:
 
         return _pre_forward
 
-    def _method_ends(self, unit: Unit) -> Callable[..., Any]:
-        orig = WeakMethod(unit.state._post_forward)
+    def _method_ends(self, unit: Unit, orig: Original) -> Callable[..., Any]:
         end = self._end(unit)
 
         def _post_forward(module: nn.Module, input: Any, output: Any) -> Any:
-            result = call(orig, module, input, output)
-            if self.installed:
-                end(module, input, result)
+            if not self.installed:
+                return orig.later(module, input, output)
+            result = orig(module, input, output)
+            end(module, input, result)
             return result
 
         return _post_forward
@@ -252,33 +254,31 @@ class InstalledModel:
 
         return early
 
-    def _state_pre_backward(self, unit: Unit) -> Callable[[Any], Any]:
+    def _state_pre_backward(self, unit: Unit, orig: Original) -> Callable[[Any], Any]:
         c = self.context
         shared = c.shared
         source = unit.info.groups[0] if unit.info.groups else ev.NONE
-        # Registered on tensors and looked up through the class, so that it works on when recording has ended.
-        orig = WeakMethod(unit.state._pre_backward)
 
         def _pre_backward(grad: Any) -> Any:
-            if self.installed:
-                if not shared[BACKWARD_SEQ]:
-                    c.open_backward()
-                shared[SOURCE] = source
-            return call(orig, grad)
+            if not self.installed:  # a tensor of a recording that has ended
+                return orig.later(grad)
+            if not shared[BACKWARD_SEQ]:
+                c.open_backward()
+            shared[SOURCE] = source
+            return orig(grad)
 
         return _pre_backward
 
-    def _final_callback(self, unit: Unit) -> Callable[[], Any]:
+    def _final_callback(self, unit: Unit, orig: Original) -> Callable[[], Any]:
         c = self.context
         shared, owner = c.shared, c.owner
-        orig = WeakMethod(unit.state._root_post_backward_final_callback)
 
         def _root_post_backward_final_callback() -> Any:
             if not self.installed:
-                return call(orig)
+                return orig.later()
             shared[FINAL] = 1
             try:
-                result = call(orig)
+                result = orig()
             finally:
                 shared[FINAL] = 0
             try:
@@ -303,10 +303,13 @@ class InstalledModel:
 class UnitHooks:
     """The forward hooks on a unit's modules and the wrappers on its FSDPState."""
 
-    def __init__(self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]]) -> None:
+    def __init__(
+        self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]], others: dict[str, Any]
+    ) -> None:
         self.unit = unit
         self._begin, self._ready, self._end = (not_compiled(hook) for hook in (begin, ready, end))
         self._methods = methods
+        self._others = others
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
         self._ids = [
             tuple(RemovableHandle(hooks).id for hooks in (module._forward_pre_hooks,) * 2 + (module._forward_hooks,))
@@ -324,7 +327,7 @@ class UnitHooks:
             module._forward_hooks[post_id] = self._end
             module._forward_hooks_always_called[post_id] = True
         if self.unit.state is not None:
-            self.unit.state.__dict__.update(self._methods)
+            put_over(self.unit.state.__dict__, self._methods, self._others)
 
     def take_off(self) -> None:
         """Removes what :meth:`put_on` put there."""
@@ -334,10 +337,11 @@ class UnitHooks:
             module._forward_hooks.pop(post_id, None)
             module._forward_hooks_always_called.pop(post_id, None)
         if self.unit.state is not None:
-            _take_back(self.unit.state.__dict__, self._methods)
+            take_back(self.unit.state.__dict__, self._methods, self._others)
 
     def let_go(self) -> None:
         """Drops the references to PyTorch's objects."""
+        self._others.clear()
         self.unit.state = None
         self.unit.modules = []
         self.unit.groups = []
@@ -354,16 +358,54 @@ class UnitHooks:
         return len(self.unit.groups) == len(self.unit.info.groups)
 
 
-def _take_back(namespace: dict[str, Any], wrappers: dict[str, Callable[..., Any]]) -> None:
+def put_over(namespace: dict[str, Any], wrappers: dict[str, Callable[..., Any]], others: dict[str, Any]) -> None:
+    """Puts ``wrappers`` into an object's namespace; what somebody else had put there goes to ``others``."""
+    others.clear()
+    for name, wrapper in wrappers.items():
+        if name in namespace:
+            others[name] = namespace[name]
+        namespace[name] = wrapper
+
+
+def take_back(namespace: dict[str, Any], wrappers: dict[str, Callable[..., Any]], others: dict[str, Any]) -> None:
+    """The inverse of :func:`put_over`; what somebody put over ours since stays."""
     for name, wrapper in wrappers.items():
         if namespace.get(name) is wrapper:
-            del namespace[name]
+            if name in others:
+                namespace[name] = others[name]
+            else:
+                del namespace[name]
 
 
-def call(method: WeakMethod[Any], *args: Any) -> Any:
-    """Calls a weakly held method; its object lives, since it is what calls us."""
-    bound = method()
-    return bound(*args) if bound is not None else (args[0] if args else None)
+class Original:
+    """A method of an FSDPState as it is without us: somebody else's on the instance, else the class's.
+
+    Holds the state weakly, since tensors hold our wrappers and with them this.
+    """
+
+    __slots__ = ("_name", "_others", "_state")
+
+    def __init__(self, state: Any, name: str, others: dict[str, Any]) -> None:
+        self._state = ref(state)
+        self._name = name
+        self._others = others
+
+    def __call__(self, *args: Any) -> Any:
+        """While ours is in its place."""
+        own = self._others.get(self._name)
+        return self._class(*args) if own is None else own(*args)
+
+    def later(self, *args: Any) -> Any:
+        """When ours has been taken back, and only a tensor of that time still calls it."""
+        state = self._state()
+        own = None if state is None else state.__dict__.get(self._name)
+        return self._class(*args) if own is None else own(*args)
+
+    def _class(self, *args: Any) -> Any:
+        state = self._state()
+        if state is None:
+            return args[0] if args else None
+        return getattr(type(state), self._name)(state, *args)
 
 
 def _leaves(error: BaseException, module: nn.Module) -> bool:

@@ -68,6 +68,7 @@ class GroupHooks:
         self.measured = False
         self.dtype = 0
         self.shared_with_others = False
+        self.others: dict[str, Any] = {}
         self.wrappers: dict[str, Wrapper] = {
             "unshard": self._unshard(),
             "wait_for_unshard": self._wait(),
@@ -89,12 +90,17 @@ class GroupHooks:
     def method(self, name: str) -> Callable[..., Any]:
         """The method to call with the group as first argument: the class's function, which keeps no group alive, or what
         somebody else put on the instance before us."""
-        own = self.group.__dict__.get(name)
-        if own is None:
-            function: Callable[..., Any] = getattr(type(self.group), name)
+        function: Callable[..., Any] = getattr(type(self.group), name)
+        if name not in self.group.__dict__:
             return function
         self.shared_with_others = True
-        return lambda _group, *args, **kwargs: own(*args, **kwargs)
+        others = self.others
+
+        def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+            own = others.get(name)
+            return function(group, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return method
 
     # -- keeping no model alive ----------------------------------------------------------------------------------------
     def _strong_cells(self) -> tuple[list[CellType], list[CellType]]:
@@ -111,6 +117,7 @@ class GroupHooks:
     def let_go(self) -> None:
         """Drops every strong reference to the group: while no recording is active nothing of ours keeps a model alive."""
         self.group = None
+        self.others.clear()
         groups, params = self._cells
         for cell in groups:
             cell.cell_contents = None
@@ -120,7 +127,7 @@ class GroupHooks:
     def take_hold(self) -> bool:
         """The inverse of :meth:`let_go`. False when the group is gone or somebody else's methods are on it."""
         group = self._reference()
-        if group is None or self.shared_with_others or "unshard" in group.__dict__:
+        if group is None or self.shared_with_others or not self.wrappers.keys().isdisjoint(group.__dict__):
             return False
         self.group = group
         self.measured = False
