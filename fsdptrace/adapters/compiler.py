@@ -19,10 +19,9 @@ def not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, marked so that dynamo does not inline it; with it, once per module, all of fsdptrace's code."""
     from torch._dynamo.decorators import skip
 
-    try:
-        from torch._dynamo.eval_frame import skip_code
-    except ImportError:  # torch 2.6 to 2.8 have only the function in C
-        from torch._C._dynamo.eval_frame import skip_code
+    from torch._dynamo import decorators
+
+    skip_code = decorators.skip_code  # a function in C or in Python, by release
 
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fsdptrace" and name not in _marked:

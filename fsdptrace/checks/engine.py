@@ -83,6 +83,15 @@ class Engine:
                 second(seq, group, context, a, b, c, d, e)
 
             return two
+        if len(parts) == 3:
+            one, other, last = parts
+
+            def three(seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+                one(seq, group, context, a, b, c, d, e)
+                other(seq, group, context, a, b, c, d, e)
+                last(seq, group, context, a, b, c, d, e)
+
+            return three
         every = tuple(parts)
 
         def many(seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

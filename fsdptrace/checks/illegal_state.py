@@ -38,23 +38,32 @@ class IllegalState(Rule):
 
     def configure(self, options: Mapping[str, Any]) -> None:
         # The table comes from the adapters when recording, from the header's release when reading files.
-        self._legal: Mapping[str, Mapping[bool, frozenset[int]]] = options["legal"]
+        legal: Mapping[str, Mapping[bool, frozenset[int]]] = options["legal"]
+        every = frozenset(range(5))
+        # By hook and pass: a lookup per event, no more.
+        self._legal = {
+            hook: tuple(legal.get(hook, {}).get(pass_ in _BACKWARD_PASSES, every) for pass_ in range(4))
+            for hook in ("pre_forward", "post_forward", "pre_backward", "post_backward")
+        }
+        self._pre_forward = self._legal["pre_forward"]
+        self._post_forward = self._legal["post_forward"]
+        self._pre_backward = self._legal["pre_backward"]
 
     def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if not self.tracker.groups[group].open and b != 4:
             self._say_closed(seq, group, context)
-        self._look("pre_forward", seq, group, context, a)
+        if a not in self._pre_forward[context % 4]:
+            self._say_order("pre_forward", seq, group, context, a)
 
     def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._look("post_forward", seq, group, context, a)
+        if a not in self._post_forward[context % 4]:
+            self._say_order("post_forward", seq, group, context, a)
 
     def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._look("pre_backward", seq, group, context, a)
+        if a not in self._pre_backward[context % 4]:
+            self._say_order("pre_backward", seq, group, context, a)
 
-    def _look(self, hook: str, seq: int, group: int, context: int, before: int) -> None:
-        allowed = self._legal.get(hook)
-        if allowed is None or before in allowed[context % 4 in _BACKWARD_PASSES]:
-            return
+    def _say_order(self, hook: str, seq: int, group: int, context: int, before: int) -> None:
         tracker = self.tracker
         state = tracker.groups[group]
         where = ev.PASSES[context % 4]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
@@ -39,15 +39,6 @@ class LostPreBackward(Rule):
     )
     cost: ClassVar[str] = "one comparison per post-backward"
 
-    def configure(self, options: Any) -> None:
-        self._ran: list[int] = []  # groups in the order of their last forward with grad
-
-    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if d and context % 4 == ev.PASS_FORWARD:
-            self._ran.append(group)
-            if len(self._ran) > 4 * len(self.tracker.groups) + 64:
-                del self._ran[: len(self._ran) // 2]
-
     def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.tracker.groups[group]
         if not d or state.touched or context % 4 not in _BACKWARD_PASSES:
@@ -72,16 +63,10 @@ class LostPreBackward(Rule):
             f"freed at event {state.freed}, and its pre-backward, which gathers it again, never ran.", (state.freed, seq),
         )  # fmt: skip
 
-    def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._ran.clear()
-
     def _lost(self) -> GroupState | None:
         """The group that the backward was to reach first: of those that wait, closed, for their backward, the last to run."""
-        for group in reversed(self._ran):
-            state = self.tracker.groups[group]
-            if state.uses and not state.open and not state.touched:
-                return state
-        return None
+        waiting = [g for g in self.tracker.groups if g.uses and not g.open and not g.touched]
+        return max(waiting, key=lambda g: g.ran, default=None)
 
     def _say(self, seq: int, state: GroupState, message: str, evidence: tuple[int, ...]) -> None:
         tracker = self.tracker

@@ -32,11 +32,6 @@ class PolicyIgnored(Rule):
 
     def configure(self, options: Any) -> None:
         self._suspects: list[tuple[int, int, bool]] = []
-        self._hook_freed = [0] * len(self.tracker.map.groups)
-
-    def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if context % 4 == ev.PASS_FORWARD and c == 0:
-            self._hook_freed[group] = seq
 
     def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if context % 4 != ev.PASS_FORWARD or a != 1:
@@ -46,7 +41,7 @@ class PolicyIgnored(Rule):
         if wants and state.open:
             if state.opened_how // ev.MODE_UNIT != 3:
                 self._suspects.append((group, seq, True))
-        elif not wants and not state.open and self._hook_freed[group] > seq:
+        elif not wants and not state.open and state.freed > seq and not state.freed_cause:
             self._suspects.append((group, seq, False))
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

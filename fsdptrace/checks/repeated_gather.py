@@ -36,32 +36,21 @@ class RepeatedGather(Rule):
     cost: ClassVar[str] = "a few comparisons per gather and outermost forward"
 
     def configure(self, options: Any) -> None:
-        groups = len(self.tracker.map.groups)
-        self._fresh: list[list[int]] = [[] for _ in range(groups)]  # gathers that have not been used yet
-        self._run: list[int] = []  # gathers of the group in use, with no other group used in between
+        self._run: list[int] = []  # gathers of one group, with none by another group's own hook in between
         self._calls = 0  # outermost forwards of its own unit in that row
         self._last = -1
         self._worst: dict[int, tuple[list[int], int]] = {}
         self._covered: set[int] = set()
 
     def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if not e % 4:
-            self._fresh[group].append(seq)
-
-    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._use(group)
-
-    def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._use(group)
-
-    def _use(self, group: int) -> None:
+        # e is 0 for a gather by the group's own hook, which is used at once. A prefetch may be for nothing.
         if group != self._last:
+            if e:
+                return
             self._close()
             self._last = group
-        fresh = self._fresh[group]
-        if fresh:
-            self._run += fresh
-            fresh.clear()
+        if not e % 4:
+            self._run.append(seq)
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         unit = self.tracker.map.units[a]

@@ -28,7 +28,8 @@ class GroupState:
         touched: it has had a pre-backward in the running backward.
         rejoined: in this backward a recomputation freed it and put it in the post-forward order again (torch before 2.10).
         training: training state after its last hook.
-        freed: ``seq`` of its last reshard; ``closed_by`` the kind of the last hook that decides whether it stays open
+        ran: ``seq`` of its last pre-forward with grad outside a recomputation.
+        freed: ``seq`` of its last reshard, ``freed_cause`` its cause; ``closed_by`` the kind of the last hook that decides whether it stays open
             (post-forward or post-backward), 0 when none ran since it was opened; ``closed_in_grad`` whether that was a
             post-forward of a forward with grad.
         late: in the running backward its post-backward ran in the root's final callback, after a pre-backward.
@@ -39,8 +40,34 @@ class GroupState:
     """
 
     __slots__ = (
-        "blamed", "bytes", "closed_by", "closed_in_grad", "flags", "fqn", "freed", "grads", "id", "input_grad", "late", "open", "opened", "opened_by", "opened_how", "opened_step", "over", "over_in",
-        "paused", "pending", "previous", "rejoined", "touched", "training", "used", "uses",
+        "blamed",
+        "bytes",
+        "closed_by",
+        "closed_in_grad",
+        "flags",
+        "fqn",
+        "freed",
+        "freed_cause",
+        "grads",
+        "id",
+        "input_grad",
+        "late",
+        "open",
+        "opened",
+        "opened_by",
+        "opened_how",
+        "opened_step",
+        "over",
+        "over_in",
+        "paused",
+        "pending",
+        "previous",
+        "ran",
+        "rejoined",
+        "touched",
+        "training",
+        "used",
+        "uses",
     )  # fmt: skip
 
     def __init__(self, id: int, fqn: str, flags: int) -> None:
@@ -64,6 +91,8 @@ class GroupState:
         self.previous = ev.NONE
         self.flags = flags
         self.freed = 0
+        self.freed_cause = 0
+        self.ran = 0
         self.closed_by = 0
         self.closed_in_grad = False
         self.late = False
@@ -149,6 +178,7 @@ class Tracker:
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.freed = seq
+        state.freed_cause = b
         if state.open:
             state.open = False
             self.held -= state.bytes
@@ -174,6 +204,7 @@ class Tracker:
                 state.paused -= 1
                 state.uses += 1
         elif d == 1:
+            state.ran = seq
             state.uses += 1
             state.over = 0
         elif d == 2:

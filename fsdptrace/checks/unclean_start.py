@@ -38,6 +38,7 @@ class UncleanStart(Rule):
 
     def configure(self, options: Any) -> None:
         self._half: list[int] = []
+        self._states: dict[int, int] = {}
         self._said_order = False
         self._eval_since_backward = False
         self._failed = 0
@@ -45,21 +46,14 @@ class UncleanStart(Rule):
     def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self._failed = seq
 
-    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        # The first hook of a new outermost forward: what is half done now was left by an earlier one.
-        if self._half and context % 4 == ev.PASS_FORWARD:
-            half, self._half = self._half, []
-            still = [g for g in half if self.tracker.groups[g].training in _HALF_DONE and g != group]
-            if group in half and a in _HALF_DONE:
-                still.insert(0, group)
-            if still:
-                self._say(seq, still, 0)
+    def state(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if c not in _HALF_DONE and group in self._half:  # reset_iter_state, or a recording that starts again
+            self._half.remove(group)
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        tracker = self.tracker
-        if d & 3:
-            half, self._half = self._half, []
-            self._say(seq, [g for g in half if tracker.groups[g].training in _HALF_DONE], d & 3)
+        # What was half done when the last pass ended, and still was when this one began.
+        if self._half or d & 3:
+            self._say(seq, self._half, d & 3)
         if b and e and self._eval_since_backward and not self._said_order:
             self._said_order = True
             self._say_order(seq, e)
@@ -78,6 +72,7 @@ class UncleanStart(Rule):
         self._half = [
             g.id for g in self.tracker.groups if g.training in _HALF_DONE and len(infos[g.id].modules) == 1
         ]  # fmt: skip
+        self._states = {group: self.tracker.groups[group].training for group in self._half}
 
     def _say(self, seq: int, groups: list[int], bits: int) -> None:
         tracker = self.tracker
