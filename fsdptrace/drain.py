@@ -136,12 +136,12 @@ class Drain:
     def _finish(self, step: StepRecords, pause: float) -> None:
         if not step.records:
             return
-        if step.dropped == 0 and self.wanted(step):
+        if self.wanted(step):
             self._write(step, pause, keep_last=True)
         writer = self._session.writer
         assert writer is not None
         with self.lock:
-            writer.write(step_line(self._session.formatter, step.records, step.step, step.dropped))
+            writer.write(step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut))
             step.written = len(step.records)
             if writer._tail_fd >= 0:
                 writer.write_tail("")

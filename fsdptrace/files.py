@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,13 @@ class LineFormatter:
         return f',"{spec.name}":{value}', False
 
 
-def step_line(formatter: LineFormatter, records: Sequence[int], step: int, dropped: int) -> str:
-    """The line of a finished step: its ``step`` record, with the step's events by kind."""
+def step_line(
+    formatter: LineFormatter, records: Sequence[int], step: int, dropped: int, cut: Mapping[int, int] | None = None
+) -> str:
+    """The line of a finished step: its ``step`` record, with the step's events by kind, those of ``cut`` included."""
     kinds = Counter(records[ev.KIND :: ev.WIDTH])
-    counts = {ev.KINDS[kind]: number for kind, number in sorted(kinds.items()) if kind != ev.STEP}
+    kinds.update(cut or {})
+    counts = {ev.KINDS[kind]: number for kind, number in sorted(kinds.items()) if kind != ev.STEP and number}
     at = len(records) - ev.WIDTH
     line = formatter.lines(records, at, at + ev.WIDTH, step).rstrip("\n")
     extra = f',"step_dropped":{dropped}' if dropped else ""

@@ -8,7 +8,7 @@ there into the running step's buffer and closes steps at their ``step`` record; 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ KEPT_STEPS = 4
 class StepRecords:
     """The raw records of one step of one model, and how much of them has been written.
 
-    ``base`` counts the integers that were cut off the front (written before, or dropped).
+    ``base`` counts the integers that were cut off the front (written before, or dropped), ``cut`` their events by kind.
     """
 
     model: int
@@ -35,11 +35,25 @@ class StepRecords:
     base: int = 0
     dropped: int = 0
     violations: int = 0
+    cut: Counter[int] = field(default_factory=Counter)
 
     @property
     def events(self) -> int:
         """Events of the step, those cut off included."""
         return (self.base + len(self.records)) // WIDTH
+
+    def shorten(self, length: int) -> int:
+        """Cuts ``length`` integers off the front, but for what is worth most and is not written; the events lost by it."""
+        front = self.records[:length]
+        kept = _essential(front[self.written :])
+        self.cut.update(front[KIND::WIDTH])
+        self.cut.subtract(kept[KIND::WIDTH])
+        lost = (max(0, length - self.written) - len(kept)) // WIDTH
+        self.records[:length] = kept
+        self.base += length - len(kept)
+        self.written = max(0, self.written - length)
+        self.dropped += lost
+        return lost
 
 
 class Ring:
@@ -143,24 +157,13 @@ class Ring:
         limit = self.capacity * WIDTH
         while self._waiting > limit // 2 and len(self.finished) > 1:
             step = self.finished.popleft()
-            lost = len(step.records) - step.written
-            self._waiting -= lost
-            step.dropped += lost // WIDTH
-            self.dropped += lost // WIDTH
-            # The step record itself and its violations are small and worth most: they stay.
-            step.records[:] = _essential(step.records)
-            step.written = 0
+            self._waiting -= len(step.records) - step.written
+            self.dropped += step.shorten(len(step.records))
             self.rescued.append(step)
         for step in self.running.values():
             over = len(step.records) - limit // 2
             if over > 0:
-                cut = (over // WIDTH + self.capacity // 8) * WIDTH
-                unwritten = max(0, cut - step.written) // WIDTH
-                step.dropped += unwritten
-                self.dropped += unwritten
-                del step.records[:cut]
-                step.base += cut
-                step.written = max(0, step.written - cut)
+                self.dropped += step.shorten(min(len(step.records), (over // WIDTH + self.capacity // 8) * WIDTH))
 
     def take(self) -> list[StepRecords]:
         """Finished steps that wait to be written, oldest first; the caller holds :attr:`lock` or is the only taker."""
@@ -172,6 +175,7 @@ class Ring:
 
 
 def _essential(records: list[int]) -> list[int]:
+    """A step's own record and its violations: small, and worth most."""
     out: list[int] = []
     for i in range(0, len(records), WIDTH):
         if records[i] in (STEP, VIOLATION):

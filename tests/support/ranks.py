@@ -1,8 +1,12 @@
-"""Runs a function as several ranks, each a process of its own, and brings back what each returned."""
+"""Runs a function in processes of their own, as ranks or alone, and brings back what each returned.
+
+The processes are forked from a server that has imported torch and done nothing else, so that each costs little.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import sys
@@ -17,19 +21,20 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 COLLECTIVE_TIMEOUT = 20  # seconds
+_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "fsdptrace.recording", "pytest"]
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, backend: str = "gloo") -> list[Any]:
-    """``fn(rank, *args)`` in ``world`` processes with an initialised process group; their results by rank.
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """``fn(rank, *args)`` in ``world`` processes with a gloo process group; their results by rank.
 
     ``fn`` is a plain function of any test file: the child loads that file by its path. A child's exception fails the
-    caller with the child's traceback; on a timeout all children are killed, none is left behind.
+    caller with the child's traceback; on a timeout all children are killed, none is left behind. The result of a child
+    that ended itself by ``os._exit(0)`` is ``None``.
     """
     with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
         where = (fn.__code__.co_filename, fn.__qualname__)
-        context = mp.start_processes(
-            _child, (world, backend, folder, where, args), nprocs=world, join=False, start_method="spawn"
-        )
+        context = mp.start_processes(_rank, (world, folder, where, args), world, join=False, start_method="forkserver")
         deadline = time.monotonic() + timeout
         try:
             while not context.join(timeout=1):  # raises what a child raised, after ending the others
@@ -41,11 +46,31 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world)]
+        return [_result(Path(folder) / f"{rank}.result") for rank in range(world)]
 
 
-def load(path: str) -> Any:
-    """The module in the file ``path``, imported under a name of its own."""
+def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> tuple[int, Any]:
+    """``fn(*args)`` in one process, without a process group: its exit code (negative: a signal) and result."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        path = Path(folder) / "result"
+        process = context.Process(target=_alone, args=(str(path), (fn.__code__.co_filename, fn.__qualname__), args))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f"{fn.__qualname__} did not end within {timeout} s")
+        return process.exitcode, _result(path)
+
+
+def _result(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.exists() else None
+
+
+def _function(where: tuple[str, str]) -> Any:
+    path, qualified = where
     name = f"_ranks_{Path(path).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -53,24 +78,33 @@ def load(path: str) -> Any:
         assert spec.loader is not None
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules[name]
+    found: Any = sys.modules[name]
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    return found
 
 
-def _child(rank: int, world: int, backend: str, folder: str, where: tuple[str, str], args: tuple[Any, ...]) -> None:
+def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _rank(rank: int, world: int, folder: str, where: tuple[str, str], args: tuple[Any, ...]) -> None:
+    _prepare()
     dist.init_process_group(
-        backend,
+        "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
     )
-    fn = load(where[0])
-    for part in where[1].split("."):
-        fn = getattr(fn, part)
-    result = fn(rank, *args)
+    result = _function(where)(rank, *args)
     (Path(folder) / f"{rank}.result").write_bytes(pickle.dumps(result))
     dist.destroy_process_group()
+
+
+def _alone(path: str, where: tuple[str, str], args: tuple[Any, ...]) -> None:
+    _prepare()
+    Path(path).write_bytes(pickle.dumps(_function(where)(*args)))
