@@ -139,12 +139,26 @@ def _check(options: Options) -> None:
         raise ValueError(f"max_bytes: {options.max_bytes} is less than 64 KiB, which holds no step")
     if options.schedule is not None and not callable(options.schedule):
         raise ValueError("schedule: not a function of a step number; use torch.profiler.schedule(wait=..., active=...)")
+    if options.exporters:
+        _check_exporters(options.exporters)
     if options.rule_options:
         registry.check_names(options.rule_options, "rule_options")
     for name in ("run_id", "role"):
         value = getattr(options, name)
         if value is not None and safe_name(value) != value:
             raise ValueError(f"{name}: {value!r} cannot be part of a path; use letters, digits, '.', '_' and '-'")
+
+
+def _check_exporters(names: tuple[str, ...]) -> None:
+    from importlib.metadata import entry_points
+
+    known = sorted(entry.name for entry in entry_points(group="fsdptrace.exporters"))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        there = f"installed are {', '.join(known)}" if known else "none is installed"
+        raise ValueError(
+            f"exporters: no exporter named {', '.join(map(repr, unknown))}; {there} (entry points of fsdptrace.exporters)"
+        )
 
 
 def safe_name(text: str) -> str:

@@ -17,18 +17,17 @@ _marked: set[str] = set()
 
 def not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, marked so that dynamo does not inline it; with it, once per module, all of fsdptrace's code."""
-    from torch._dynamo.decorators import skip
-
     from torch._dynamo import decorators
 
-    skip_code = decorators.skip_code  # a function in C or in Python, by release
+    # A function in C or in Python, by release.
+    skip_code: Callable[[CodeType], None] = vars(decorators)["skip_code"]
 
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "fsdptrace" and name not in _marked:
             _marked.add(name)
             for code in _code_of(module):
                 skip_code(code)
-    skipped: Callable[..., Any] = skip(hook)
+    skipped: Callable[..., Any] = decorators.skip(hook)
     return skipped
 
 
