@@ -22,7 +22,7 @@ from fsdptrace.checks import policy, registry
 from fsdptrace.checks.base import InvariantViolation, Violation
 from fsdptrace.checks.engine import Engine
 from fsdptrace.options import Options, resolve
-from fsdptrace.session import Session, session_for
+from fsdptrace.session import KEPT_VIOLATIONS, Session, session_for
 from fsdptrace.steps import Step
 from fsdptrace.summary import Summary
 
@@ -132,7 +132,9 @@ class Recorded:
         )  # fmt: skip
         if recording is None:
             return
-        recording.violations.append(violation)
+        recording.violation_count += 1
+        if len(recording.violations) < KEPT_VIOLATIONS:
+            recording.violations.append(violation)
         options = recording.options
         try:
             policy.act(violation, options.on_violation, options.raise_until_step, session.log, session.identity.rank)
@@ -158,7 +160,8 @@ class Recording:
     Attributes:
         options: the options in force.
         enabled: False under ``FSDPTRACE=0`` and after a fault of the tracer turned recording off.
-        violations: all violations of this recording so far, in order.
+        violations: the first 1,000 violations of this recording, in order; the file has all of them.
+        violation_count: how many there were.
         faults: faults of the tracer's own.
     """
 
@@ -166,6 +169,7 @@ class Recording:
         self.options = options
         self.enabled = options.enabled
         self.violations: list[Violation] = []
+        self.violation_count = 0
         self.faults = 0
         self._models = list(models)
         self._references = [weakref.ref(model) for model in models]
@@ -347,7 +351,7 @@ class Recording:
         if last is None:
             return {}
         dropped = self._session.ring.dropped if self._session is not None else 0
-        return steps_module.scalars(last, len(self.violations), dropped)
+        return steps_module.scalars(last, self.violation_count, dropped)
 
     def model_map(self, index: int = 0) -> Any:
         """The :class:`~fsdptrace.model_map.ModelMap` of recorded model ``index``."""
