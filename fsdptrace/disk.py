@@ -15,6 +15,7 @@ from pathlib import Path
 from fsdptrace.files import tail_of
 
 _PARTS = 8  # max_bytes is kept by dropping detail from one of so many parts at a time
+_PREAMBLE_LINE = re.compile(rb'"kind":"model"|"schema":')
 _KEPT_LINE = re.compile(rb'"kind":"(?:step|violation|model|end|exception)"|"schema":')
 
 
@@ -23,6 +24,7 @@ class _Part:
     path: Path
     size: int = 0
     thinned: bool = False
+    bare: bool = False
 
 
 @dataclass(slots=True)
@@ -32,9 +34,9 @@ class TraceWriter:
     Args:
         folder: the run's folder; made 0700 with its parents where it does not exist.
         name: file name without suffix.
-        max_bytes: bytes of all parts together; when they are exceeded the oldest part keeps only its ``step``,
-            ``violation``, ``exception``, ``model`` and header lines.
-        preamble: gives the lines that every part begins with (header, models).
+        max_bytes: bytes of all parts and the tail together. Before they are exceeded the oldest part is cut down to its
+            ``step``, ``violation`` and ``exception`` lines; when all are, the oldest goes. The header and the models stay.
+        preamble: gives the lines that the first part begins with (header, models); the first of them begins the others.
         complain: called once with one clear line when writing stops.
 
     Attributes:
@@ -50,6 +52,7 @@ class TraceWriter:
     written: int = 0
     lost: int = 0
     _parts: list[_Part] = field(default_factory=list)
+    _opened: int = 0
     _fd: int = -1
     _tail_fd: int = -1
 
@@ -78,7 +81,8 @@ class TraceWriter:
         data = text.encode("utf-8", "backslashreplace")
         try:
             if self._parts[-1].size + len(data) > self.max_bytes // _PARTS and self._parts[-1].size > 4096:
-                self._rotate()
+                self._open_part()
+            self._make_room(len(data))
             self._put(data)
         except OSError as error:
             self._fail(error)
@@ -94,8 +98,10 @@ class TraceWriter:
             if self._tail_fd < 0:
                 self._tail_fd = os.open(tail_of(self.path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._tail_fd, 0)
-            if text:
-                _write_all(self._tail_fd, text.encode("utf-8", "backslashreplace"), 0)
+            data = text.encode("utf-8", "backslashreplace")
+            if len(data) > self.max_bytes // _PARTS:  # whole lines, the newest
+                data = data[data.find(b"\n", len(data) - self.max_bytes // _PARTS) + 1 :]
+            _write_all(self._tail_fd, data, 0)
         except OSError as error:
             self._fail(error)
 
@@ -120,14 +126,16 @@ class TraceWriter:
 
     # -- inside --------------------------------------------------------------------------------------------------------
     def _open_part(self) -> None:
-        number = len(self._parts)
+        number = self._opened
         path = self.path if not number else self.folder / f"{self.name}.{number}.jsonl"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
+        self._opened += 1
         self._parts.append(_Part(path))
-        self._put(self.preamble().encode("utf-8", "backslashreplace"))
+        preamble = self.preamble()
+        self._put((preamble.partition("\n")[0] + "\n" if number else preamble).encode("utf-8", "backslashreplace"))
 
     def _put(self, data: bytes) -> None:
         part = self._parts[-1]
@@ -144,23 +152,31 @@ class TraceWriter:
         part.size += len(data)
         self.written += len(data)
 
-    def _rotate(self) -> None:
-        self._open_part()
-        while sum(part.size for part in self._parts) > self.max_bytes * (_PARTS - 1) // _PARTS:
-            oldest = next((part for part in self._parts[:-1] if not part.thinned), None)
-            if oldest is None:
-                break
-            self._thin(oldest)
+    def _make_room(self, needed: int) -> None:
+        limit = self.max_bytes - self.max_bytes // _PARTS  # the rest is for the tail
+        while sum(part.size for part in self._parts) + needed > limit:
+            old = self._parts[:-1]
+            if full := next((part for part in old if not part.thinned), None):
+                self._rewrite(full, lambda line: _KEPT_LINE.search(line, 0, 120) is not None)
+                full.thinned = True
+            elif thin := next((part for part in old if not part.bare), None):
+                if thin is self._parts[0] and thin.path == self.path:
+                    self._rewrite(thin, lambda line: _PREAMBLE_LINE.search(line, 0, 120) is not None)
+                    thin.bare = True
+                else:
+                    os.unlink(thin.path)
+                    self._parts.remove(thin)
+            else:
+                return
 
-    def _thin(self, part: _Part) -> None:
-        part.thinned = True
+    def _rewrite(self, part: _Part, wanted: Callable[[bytes], bool]) -> None:
         temporary = part.path.with_suffix(".thin")
         with open(part.path, "rb") as source:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             size = 0
             try:
                 for line in source:
-                    if _KEPT_LINE.search(line, 0, 120):
+                    if wanted(line):
                         _write_all(fd, line)
                         size += len(line)
             finally:

@@ -126,9 +126,7 @@ class ModelMap:
 
     def to_json(self) -> dict[str, Any]:
         """The ``model`` line of a file."""
-        data = asdict(self)
-        data["kind"] = "model"
-        return data
+        return {"kind": "model", **asdict(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ModelMap:

@@ -65,7 +65,8 @@ def test_finished_steps_stay_within_the_capacity() -> None:
         ring.pump()
         assert held(ring) <= 1000 + 2 * (step + 1)  # what is rescued: a step's own record and its violations
     taken = ring.take()
-    # All steps are there, in order, and know what they had. The newest have all their events, the others their own line and their violations.
+    # All steps are there, in order, and know what they had. The newest have all their events, the others their own
+    # record and their violations.
     assert [step.step for step in taken] == list(range(500))
     assert len(taken[-1].records) == 21 * ev.WIDTH
     first = taken[0]
