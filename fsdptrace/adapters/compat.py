@@ -139,11 +139,6 @@ def last_reduce_scatter_input(comm_ctx: Any) -> Any:
     return None if state is None else state.reduce_scatter_input
 
 
-def records_order_in_backward(release: tuple[int, int]) -> bool:
-    """Whether a recomputation appends to the post-forward order (before torch 2.10; PR #164009)."""
-    return release < (2, 10)
-
-
 def default_store() -> Any:
     """The default c10d store, or ``None`` when no process group is initialised."""
     import torch.distributed as dist

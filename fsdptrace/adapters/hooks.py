@@ -361,6 +361,8 @@ class GroupHooks:
                 shared[PARENT] = outer
             t1 = clock()
             try:
+                if (group.post_forward_mesh_info is not None) != bool(self.flags & 8):  # used here: reshard_after_forward
+                    self.flags_changed(flags_of(group), seq)
                 context = shared[CONTEXT]
                 after = group._training_state._value_
                 append((7, seq, t0, t1, gid, outer or shared[TOP], context, before, after, 0, 0, 0))

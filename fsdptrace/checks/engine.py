@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdptrace import events as ev
-from fsdptrace.adapters.compat import records_order_in_backward
 from fsdptrace.adapters.legal import legal_states
 from fsdptrace.checks import registry
 from fsdptrace.checks.base import Rule, Violation
@@ -42,7 +41,7 @@ class Engine:
         release: tuple[int, int] = (2, 13),
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self.tracker = Tracker(model_map, records_order_in_backward(release))
+        self.tracker = Tracker(model_map)
         self._on_violation = on_violation
         self._seen: set[tuple[str, int | None, str]] = set()
         self.repeated: dict[tuple[str, int | None, str], int] = {}

@@ -9,6 +9,7 @@ from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+_POST_BACKWARD = ev.TRAINING_STATES.index("post_backward")
 
 
 class IllegalState(Rule):
@@ -46,13 +47,15 @@ class IllegalState(Rule):
             for hook in ("pre_forward", "post_forward", "pre_backward", "post_backward")
         }
         self._pre_forward = self._legal["pre_forward"]
+        # A grouped unit of which only a part ran (chunked losses) has no pre-backward, hence no final callback that sets it back.
+        self._grouped = {group.id for group in self.tracker.map.groups if len(group.modules) > 1}
         self._post_forward = self._legal["post_forward"]
         self._pre_backward = self._legal["pre_backward"]
 
     def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if not self.tracker.groups[group].open and b != 4:
             self._say_closed(seq, group, context)
-        if a not in self._pre_forward[context % 4]:
+        if a not in self._pre_forward[context % 4] and not (a == _POST_BACKWARD and group in self._grouped):
             self._say_order("pre_forward", seq, group, context, a)
 
     def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

@@ -59,7 +59,8 @@ class LateReshard(Rule):
         if hidden:
             self._say(hidden, seq, "hidden")
         # A unit and the first one inside it take the same raw input: that is one place where a model begins, not two.
-        if sum(not any(_is_inside(other.fqn, state.fqn) for other, _ in raw) for state, _ in raw) > 1:
+        units = {self.tracker.map.units[self.tracker.map.groups[state.id].unit].fqn for state, _ in raw}
+        if sum(not any(_is_inside(other, fqn) for other in units) for fqn in units) > 1:
             self._say(raw, seq, "raw")
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

@@ -46,13 +46,8 @@ class PolicyIgnored(Rule):
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         suspects, self._suspects = self._suspects, []
-        root = set(self.tracker.map.units[a].groups)
-        for number, at, stays in suspects:
-            info = self.tracker.map.groups[number]
-            # The switch of a root under the default policy is turned off at its first forward, before it is seen changed.
-            if number in root and info.auto_policy is not False:
-                continue
-            self._say(number, at, stays)
+        for suspect in suspects:
+            self._say(*suspect)
 
     def _say(self, group: int, at: int, stays: bool) -> None:
         tracker = self.tracker

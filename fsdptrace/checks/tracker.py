@@ -10,6 +10,7 @@ from fsdptrace import events as ev
 from fsdptrace.model_map import ModelMap, show_name, usual_flags
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+_IMPLICIT = ev.MODES.index("implicit")
 
 
 class GroupState:
@@ -36,10 +37,12 @@ class GroupState:
         input_grad: what went into its last forward with grad (see the event's field).
         blamed: ``seq`` of an unshard that a rule has reported, so that no other rule says it again.
         flags: the group's switches as bits, in the order of ``events.FLAGS``.
-        previous: the group whose post-forward came before its own in the last forward.
+        previous: the group whose post-forward came before its own in the last forward; ``began`` whether it was the first one
+            of its root in it.
     """
 
     __slots__ = (
+        "began",
         "blamed",
         "bytes",
         "closed_by",
@@ -89,6 +92,7 @@ class GroupState:
         self.rejoined = False
         self.training = 4
         self.previous = ev.NONE
+        self.began = False
         self.flags = flags
         self.freed = 0
         self.freed_cause = 0
@@ -116,13 +120,9 @@ class Tracker:
         held, peak: bytes open or pending now, and their peak since the last step boundary.
         backward: number of the running or last backward.
         in_backward: an event of a backward that has not ended was seen.
-        order_last, order_length: last group and length of FSDP2's shared post-forward order list.
-        leftover: last group that an earlier pass had left in the order list when the last forward began, or -1;
-            ``first`` the group that ran first in that forward.
-        records_in_backward: whether the release appends to the order list in a recomputation (before torch 2.10).
     """
 
-    def __init__(self, model_map: ModelMap, records_in_backward: bool = False) -> None:
+    def __init__(self, model_map: ModelMap) -> None:
         self.map = model_map
         self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
@@ -130,14 +130,9 @@ class Tracker:
         self.peak = 0
         self.backward_number = 0
         self.in_backward = False
-        self.order_last = ev.NONE
-        self.order_length = 0
-        self.leftover = ev.NONE
-        self.first = ev.NONE
-        self.records_in_backward = records_in_backward
-        self._pass_first = ev.NONE
-        self._pass_leftover = ev.NONE
-        self._pass_last = ev.NONE
+        self._root_of = [_root_of(model_map, group.unit) for group in model_map.groups]
+        self._began: dict[int, int] = {}  # the group that ran first in the running forward, by root
+        self._last: dict[int, int] = {}  # and the one that ran last so far
         self.post_forward_worlds = [max(1, group.post_forward_world) for group in model_map.groups]
 
     # -- questions -----------------------------------------------------------------------------------------------------
@@ -148,6 +143,17 @@ class Tracker:
     def name(self, group: int) -> str:
         """How ``group`` is called in a message."""
         return self.groups[group].name if group >= 0 else "a unit without parameters"
+
+    def by_leftover(self, issuer: int, how: int) -> bool:
+        """Whether a prefetch is due to what an earlier pass left in the post-forward order list.
+
+        The group that ran first in its root's forward has nothing before it in the list, so that its implicit backward
+        prefetch, unless a recomputation put it in the list again, finds the last group of an earlier pass.
+        """
+        if how // ev.MODE_UNIT != _IMPLICIT or issuer < 0:
+            return False
+        state = self.groups[issuer]
+        return state.began and not state.rejoined
 
     def is_over(self, group: GroupState) -> bool:
         """Whether the group's backward is over in the running backward, with no use or recomputation to come."""
@@ -178,7 +184,7 @@ class Tracker:
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.freed = seq
-        state.freed_cause = b
+        state.freed_cause = c
         if state.open:
             state.open = False
             self.held -= state.bytes
@@ -218,17 +224,12 @@ class Tracker:
         if a == 1 and state.open:
             state.closed_by = ev.POST_FORWARD
             state.closed_in_grad = bool(state.uses or recompute)
-        if a != 1 or (recompute and not self.records_in_backward and not state.rejoined):
+        if a != 1 or recompute:
             return
-        if not recompute:
-            if self._pass_first < 0:
-                self._pass_first = group
-                self._pass_leftover = self.order_last if self.order_length else ev.NONE
-                self._pass_last = ev.NONE
-            state.previous = self._pass_last
-            self._pass_last = group
-        self.order_last = group
-        self.order_length += 1
+        root = self._root_of[group]
+        state.began = self._began.setdefault(root, group) == group
+        state.previous = self._last.get(root, ev.NONE)
+        self._last[root] = group
 
     def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if not self.in_backward:
@@ -256,14 +257,11 @@ class Tracker:
             state.over_in = self.backward_number
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self.leftover = self._pass_leftover
-        self.first = self._pass_first
-        self._pass_first = ev.NONE
+        self._began.clear()
+        self._last.clear()
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.in_backward = False
-        if a:
-            self.order_length = 0
         for state in self.groups:
             state.touched = False
             state.rejoined = False
@@ -282,7 +280,6 @@ class Tracker:
         state.open = a == 3
         state.pending = bool(b)
         state.training = c
-        self.order_length = d
         if state.open or state.pending:
             state.bytes = e
             state.opened = state.opened or seq
@@ -308,3 +305,10 @@ class Tracker:
 
 SYNC, ALL_REDUCE, RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, UNSHARD_IN_BACKWARD = 1, 2, 4, 8, 16
 """Bits of ``GroupState.flags``, in the order of :data:`fsdptrace.events.FLAGS`."""
+
+
+def _root_of(model_map: ModelMap, unit: int) -> int:
+    """The outermost FSDP module that ``unit`` lies in: what is its root unless it runs by itself first."""
+    fqn = model_map.units[unit].fqn
+    above = [u for u in model_map.units if u.sharded and (not u.fqn or fqn == u.fqn or fqn.startswith(f"{u.fqn}."))]
+    return min(above, key=lambda u: len(u.fqn), default=model_map.units[unit]).id

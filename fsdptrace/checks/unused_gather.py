@@ -75,9 +75,12 @@ class UnusedGather(Rule):
                 f"{state.name} had no backward in this pass. Say what comes after {issuer}: "
                 f"{issuer}.set_modules_to_backward_prefetch([...]), or leave out units whose output is not used."
             )
+        # By default, and every fine-tuning does it: a frozen unit before the first trainable one, or what an earlier pass left.
+        frozen = mode == "implicit" and not tracker.map.groups[state.id].trainable
+        usual = frozen or tracker.by_leftover(opened_by, opened_how)
         self.report(
             Violation(
-                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
+                self.name, "info" if usual else self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
                 f"{state.name} was gathered by {who} at event {opened} ({size(state.bytes)}) and {how} at event {seq} "
                 "without having been used.",
                 hint, (opened, seq), state.bytes, f"{mode} {opened_by}",

@@ -316,12 +316,12 @@ def test_uneven_shards_are_padded(fake_pg: Any, record: Any) -> None:
                 unshard (root) 128
                 wait (root) 128
             post_forward (root)  # the root stays open by its default policy
+                flag (root) reshard_after_forward=False  # what that policy became at the first forward
         backward
             pre_backward (root)
                 unshard (root) 0 open
             post_backward (root) tensors=2 final_callback
                 reshard (root) 128
-                flag (root) reshard_after_forward=False  # what the default policy became at the first forward
                 reduce_scatter (root) 128 avg tensors=2
     """)
     info = rec.model_map().groups[0]
