@@ -50,14 +50,15 @@ class Drain:
             self._thread.start()
 
     def _run(self) -> None:
+        # The first look comes at once: rank 0 says what the run is called, and others wait for it.
         while not self.stopping.is_set():
-            self.wake.wait(PERIOD)
-            self.wake.clear()
             try:
                 self.cycle(PAUSE)
             except Exception as error:  # whatever happens here must not show in training
                 self._session.complain(f"the drain thread failed and the trace stops here: {error!r}")
                 return
+            self.wake.wait(PERIOD)
+            self.wake.clear()
 
     def close(self) -> None:
         """Stops the thread and writes what is left, then the end line."""
@@ -110,6 +111,7 @@ class Drain:
         started = time.thread_time_ns()
         if session.writer is None and not session.models:
             return
+        session.settle_run_id()
         with self.lock:
             if not session.open_file():
                 with ring.lock:
@@ -211,6 +213,7 @@ class Drain:
         """Writes everything recorded so far, from the calling thread; then, if given, that ``model`` enters a
         collective: kind + 32 * group."""
         session = self._session
+        session.settle_run_id()
         with self.lock:
             session.ring.pump()
             if not session.open_file():

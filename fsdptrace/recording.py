@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -29,6 +30,7 @@ from fsdptrace.summary import Summary
 # Roots and (by id, while their hooks are on and hold them) param groups that are being recorded.
 _recorded: weakref.WeakSet[Any] = weakref.WeakSet()
 _recorded_groups: set[int] = set()
+_active: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class AlreadyRecorded(RuntimeError):
@@ -224,6 +226,7 @@ class Recording:
         self._optimizers = OptimizerSteps([recorded.hooks for recorded in self._recorded])
         self._optimizers.install()
         SEAM.add([recorded.context for recorded in self._recorded])
+        _active.add(self)
         session.drain.start()
         return self
 
@@ -247,6 +250,7 @@ class Recording:
             self._take_off()
 
     def _take_off(self) -> None:
+        _active.discard(self)
         SEAM.remove([recorded.context for recorded in self._recorded])
         if self._optimizers is not None:
             self._optimizers.remove()
@@ -367,16 +371,32 @@ class Recording:
             logging.getLogger("fsdptrace").debug("the fault", exc_info=error)
         self.enabled = False
         if self._active:
-            self._active = False
-            SEAM.remove([recorded.context for recorded in self._recorded])
             for recorded in self._recorded:
                 recorded.failed = True
-                recorded.hooks.remove()
-            if self._optimizers is not None:
-                self._optimizers.remove()
-            for model in self._models:
-                _recorded.discard(model)
-            _recorded_groups.difference_update(self._groups)
+            self._stop()
+
+    def _stop(self) -> None:
+        """Takes the hooks off, from wherever the process is: a fault of ours, or a forked child."""
+        self._active = False
+        _active.discard(self)
+        SEAM.remove([recorded.context for recorded in self._recorded])
+        for recorded in self._recorded:
+            recorded.hooks.remove()
+        if self._optimizers is not None:
+            self._optimizers.remove()
+        for model in self._models:
+            _recorded.discard(model)
+        _recorded_groups.difference_update(self._groups)
+
+
+def _after_fork() -> None:
+    """The child is not recorded until it asks for it itself."""
+    for recording in list(_active):
+        recording._stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _quietly(recorded: Recorded) -> None:

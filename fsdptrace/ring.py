@@ -85,7 +85,8 @@ class Ring:
         return len(self._buffer) > self.capacity * WIDTH // 4
 
     def clear(self) -> None:
-        """Forgets everything (in a forked child)."""
+        """Forgets everything, in a forked child, where a thread that is not there may have held the lock."""
+        self.lock = threading.Lock()
         self._buffer.clear()
         self.running.clear()
         self.finished.clear()

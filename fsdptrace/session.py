@@ -78,6 +78,7 @@ class Session:
         self.formatter = LineFormatter(self.texts, self.models)
         self.run_id = ""
         self.run_id_source = ""
+        self._naming = threading.Lock()
         self.writer: TraceWriter | None = None
         self.shared: dict[int, list[int]] = {}
         self.closed = False
@@ -107,10 +108,10 @@ class Session:
 
     # -- the file ------------------------------------------------------------------------------------------------------
     def open_file(self) -> bool:
-        """Called by the drain before its first line: settles the run id and opens the file. False when it cannot."""
+        """Called by the drain before its first line: opens the file. False when it cannot."""
         if self.writer is not None:
             return not self.writer.failed
-        self.run_id, self.run_id_source = self._find_run_id()
+        self.settle_run_id()
         folder = choose_folder(self.options.out, self.complain) / safe_name(self.run_id)
         role = f"{self.options.role}-" if self.options.role else ""
         name = f"{role}rank{self.identity.rank:05d}.{self.host}-{self.pid}"
@@ -177,6 +178,12 @@ class Session:
             "coverage": list(self.coverage),
         }
 
+    def settle_run_id(self) -> None:
+        """Finds the run's name, once. May wait for rank 0: never called with the drain's lock, which training takes too."""
+        with self._naming:
+            if not self.run_id:
+                self.run_id, self.run_id_source = self._find_run_id()
+
     def _find_run_id(self) -> tuple[str, str]:
         env = os.environ
         if self.options.run_id:
@@ -210,8 +217,7 @@ class Session:
             while time.monotonic() < deadline:
                 if store.check([key]):
                     return str(store.get(key).decode())
-                if self.drain.stopping.wait(0.05):
-                    break
+                time.sleep(0.05)
         except Exception:  # a store that is gone or only pretends (FakeStore): the run is local then
             return ""
         return ""
