@@ -18,7 +18,7 @@ from fsdptrace.files import find_files, read_file
 
 OURS = (
     "gather-after-backward", "unpaired-unshard", "pending-gather", "unused-gather", "repeated-gather", "late-reshard",
-    "unsharded-budget", "policy-ignored", "illegal-state", "lost-pre-backward", "unclean-start", "wrong-root",
+    "unsharded-budget", "policy-ignored", "illegal-state", "lost-pre-backward", "unclean-start", "wrong-root", "flags-at-step",
 )  # fmt: skip
 """The rules that these tests are about. The others have tests of their own."""
 
@@ -83,7 +83,7 @@ def key(violation: Violation) -> tuple[Any, ...]:
 
 def same_over_the_file(rec: fsdptrace.Recording) -> None:
     """The rules, run over the file of ``rec`` (written with ``detail="full"``), give the verdict of the run."""
-    rec.flush()
+    rec.close()
     (path,) = find_files(Path(rec.path).parent)
     found = over_the_file(path, rec.options)
     session = rec._session
