@@ -8,6 +8,7 @@ is put back by the last one that ends.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,21 +22,22 @@ class EngineSeam:
     """The replaced function and the contexts that it tells."""
 
     def __init__(self) -> None:
-        self._contexts: list[Context] = []
+        # Weak: a context leads to its model's hooks, and nothing of ours keeps a model alive.
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self._original: Any = None
         self._ours: Any = None
 
     def add(self, contexts: list[Context]) -> None:
         """Starts telling ``contexts``."""
-        if not self._contexts:
+        if self._original is None:
             self._original = getattr(torch.autograd, _NAME)
             self._ours = self._wrapper()
             setattr(torch.autograd, _NAME, self._ours)
-        self._contexts += contexts
+        self._contexts.update(contexts)
 
     def remove(self, contexts: list[Context]) -> None:
         """Stops telling them; the last one puts the function back."""
-        self._contexts = [context for context in self._contexts if context not in contexts]
+        self._contexts.difference_update(contexts)
         if not self._contexts and self._original is not None:
             if getattr(torch.autograd, _NAME) is self._ours:  # else somebody wrapped ours, which passes everything through
                 setattr(torch.autograd, _NAME, self._original)

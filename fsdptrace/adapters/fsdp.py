@@ -103,6 +103,13 @@ class InstalledModel:
         # Once the root is initialised its wrap can no longer change; before, fully_shard may have been called since.
         return any(unit.unit.state is not None and unit.unit.state._is_root for unit in self._units)
 
+    def begin_inside(self, module: nn.Module, args: Any) -> None:
+        """What the hook before ``module``'s forward does, for hooks that were put on inside that very call: PyTorch had
+        collected the pre-hooks to run before."""
+        for hooks in self._units:
+            if any(module is own for own in hooks.unit.modules):
+                hooks.begin(module, args)
+
     def poll_flags(self) -> None:
         """Records switches that were changed since they were last seen; called at a step."""
         for hooks in self.groups:
@@ -307,7 +314,7 @@ class UnitHooks:
         self, unit: Unit, begin: Any, ready: Any, end: Any, methods: dict[str, Callable[..., Any]], others: dict[str, Any]
     ) -> None:
         self.unit = unit
-        self._begin, self._ready, self._end = (not_compiled(hook) for hook in (begin, ready, end))
+        self.begin, self._ready, self._end = (not_compiled(hook) for hook in (begin, ready, end))
         self._methods = methods
         self._others = others
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
@@ -322,7 +329,7 @@ class UnitHooks:
         """As ``register_forward_pre_hook(prepend=True)`` and ``register_forward_hook(always_call=True)`` would."""
         for module, (pre_id, ready_id, post_id) in zip(self.unit.modules, self._ids, strict=True):
             module._forward_pre_hooks[ready_id] = self._ready
-            module._forward_pre_hooks[pre_id] = self._begin
+            module._forward_pre_hooks[pre_id] = self.begin
             module._forward_pre_hooks.move_to_end(pre_id, last=False)  # type: ignore[attr-defined]
             module._forward_hooks[post_id] = self._end
             module._forward_hooks_always_called[post_id] = True

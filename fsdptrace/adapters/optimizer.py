@@ -34,10 +34,10 @@ class Holding:
 
 
 class OptimizerSteps:
-    """Watches all optimizers of the process for steps that change ``models``."""
+    """Watches all optimizers of the process for steps that change ``models``, which are held weakly."""
 
     def __init__(self, models: Iterable[InstalledModel]) -> None:
-        self._models = list(models)
+        self._models: weakref.WeakSet[InstalledModel] = weakref.WeakSet(models)
         self._known: weakref.WeakKeyDictionary[Optimizer, dict[int, Holding]] = weakref.WeakKeyDictionary()
         self._numbers = 0
         self._t0 = 0
@@ -50,6 +50,10 @@ class OptimizerSteps:
             register_optimizer_step_post_hook(self._after),
         ]
 
+    def add(self, model: InstalledModel) -> None:
+        """Watches for steps that change ``model`` too."""
+        self._models.add(model)
+
     def remove(self) -> None:
         """Takes them away."""
         for handle in self._handles:
@@ -61,7 +65,7 @@ class OptimizerSteps:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         t1 = clock()
-        for model in self._models:
+        for model in sorted(self._models, key=_number):
             if not model.installed:
                 continue
             context = model.context
@@ -122,3 +126,7 @@ class OptimizerSteps:
             name = model.context.owner.text(f"{type(optimizer).__name__}#{self._numbers}")
         made = known[id(model)] = Holding(key, groups, temporary, foreign, name)
         return made
+
+
+def _number(model: InstalledModel) -> int:
+    return model.context.model
