@@ -1,0 +1,31 @@
+"""Reading traces: finished or cut off, of one rank or many. Needs neither torch nor numpy."""
+
+from fsdptrace.analysis.check import CheckResult, check
+from fsdptrace.analysis.findings import Finding, Seen
+from fsdptrace.analysis.process import ProcessTrace, StepLine, StepPart, read_process
+from fsdptrace.analysis.rows import UnitRow, by_pattern
+from fsdptrace.analysis.run import ModelReport, Run, load
+from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs
+from fsdptrace.files import NotATrace
+
+__all__ = [
+    "CheckResult",
+    "Finding",
+    "ModelReport",
+    "NotATrace",
+    "Problem",
+    "ProcessTrace",
+    "Run",
+    "RunSources",
+    "Seen",
+    "Source",
+    "StepLine",
+    "StepPart",
+    "UnitRow",
+    "by_pattern",
+    "check",
+    "choose",
+    "find_runs",
+    "load",
+    "read_process",
+]  # fmt: skip

@@ -1,0 +1,362 @@
+"""One process's files, read once, line by line: what they say of the process, and each step's events handed on.
+
+Memory stays that of one step, however long the trace.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdptrace import events as ev
+from fsdptrace.analysis.records import PARSE_ERRORS, parse, record_of
+from fsdptrace.analysis.sources import Header, Problem, Source
+from fsdptrace.model_map import ModelMap
+
+_BAD_LINE: tuple[type[Exception], ...] = (
+    *PARSE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError,
+)  # fmt: skip
+KEPT_VIOLATIONS = 200_000  # violation lines of one process that are looked at; the rest is counted
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """What is known of one finished step of one model on one rank, from its ``step`` line.
+
+    Attributes:
+        full: all its events were read; else only this line (and perhaps some events).
+        duration_ns: since the previous step's end, or since the first event for the first one; 0 where unknown.
+        events: how many events it had.
+        gathers: unshards in it, no-ops included; ``violations`` in it; ``dropped`` events of it that did not fit.
+        unsharded_bytes, unsharded_peak, past_backward_bytes: at its end, at most during it, and at its end although the
+            backward was over.
+    """
+
+    model: int
+    step: int
+    full: bool
+    seq: int
+    t: int
+    duration_ns: int
+    events: int
+    gathers: int
+    violations: int
+    dropped: int
+    unsharded_bytes: int
+    unsharded_peak: int
+    past_backward_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """The events of one step of one model that were read, violations apart.
+
+    Attributes:
+        map: the model.
+        step: its number; ``line`` is None when it was not finished or its line was lost.
+        records: integers, :data:`fsdptrace.events.WIDTH` per event, in the order of recording.
+        texts: the strings that records refer to.
+        full: it ended and all its events were read.
+        intact: all its events were read as far as it got: a step that did not end, at the end of the files.
+        contiguous: this is the first step, or the one after the step handed on before.
+    """
+
+    map: ModelMap
+    step: int
+    records: array[int]
+    texts: ev.Texts
+    line: StepLine | None
+    full: bool
+    intact: bool
+    contiguous: bool
+
+
+@dataclass(slots=True)
+class ProcessTrace:
+    """What one process's files say, but for the events themselves.
+
+    Attributes:
+        events: event lines read, violations and step lines included.
+        violations: violation lines as written (``model``, ``group``, ``step``, ``seq`` among them).
+        lost_violations: violations of finished steps of which no line was written or kept.
+        steps: finished steps; ``first_step`` and ``last_step`` per model are known from events too.
+        end: the last line; None when the process died or is still running.
+        dropped: events that did not fit in memory, as last reported.
+        last_seq, last_t: the last sign of life.
+        entered: the collective that was entered and not left, as far as the file says.
+        exceptions: ``(step, type, fqn)`` of the last few exceptions.
+    """
+
+    source: Source
+    models: dict[int, ModelMap] = field(default_factory=dict)
+    events: int = 0
+    violations: list[dict[str, Any]] = field(default_factory=list)
+    lost_violations: int = 0
+    steps: list[StepLine] = field(default_factory=list)
+    running_step: dict[int, int] = field(default_factory=dict)
+    running_events: dict[int, int] = field(default_factory=dict)
+    end: dict[str, Any] | None = None
+    dropped: int = 0
+    last_seq: int = 0
+    last_t: int = 0
+    entered: dict[str, Any] | None = None
+    exceptions: list[tuple[int, str, str]] = field(default_factory=list)
+    damaged: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def header(self) -> Header:
+        """The header of its files."""
+        return self.source.header
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.header.rank
+
+    def last_step(self, model: int = 0) -> int:
+        """The newest step of ``model`` of which anything is known, -1 before any."""
+        finished = [line.step for line in self.steps if line.model == model]
+        return max([*finished, self.running_step.get(model, -1)], default=-1)
+
+
+@dataclass(slots=True)
+class _Running:
+    """The step of one model that is being read."""
+
+    step: int
+    records: array[int] = field(default_factory=lambda: array("q"))
+    violations: int = 0
+    sent: int | None = None  # the last step handed on
+    last_end: int = 0  # when the last step ended, 0 before
+    damaged: bool = False  # a line was lost while it was read
+
+
+def read_process(source: Source, sink: Callable[[StepPart], None] | None = None) -> ProcessTrace:
+    """Reads the files of ``source``; ``sink`` gets every step in turn, unfinished ones at the end.
+
+    Lines that cannot be read are counted and named in ``problems``, never fatal.
+    """
+    reader = _Reader(ProcessTrace(source), sink or (lambda part: None))
+    for part in source.parts:
+        reader.read(part)
+    if source.tail is not None and reader.trace.end is None:
+        reader.read(source.tail, tail=True)
+    reader.finish()
+    return reader.trace
+
+
+class _Reader:
+    def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None]) -> None:
+        self.trace = trace
+        self._sink = sink
+        self._texts = ev.Texts()
+        self._running: dict[int, _Running] = {}
+        self._known: set[int] | None = None  # while a tail is read: events that the file itself has
+
+    def read(self, path: Path, tail: bool = False) -> None:
+        bad: list[int] = []
+        torn = False
+        if tail:
+            self._known = {seq for running in self._running.values() for seq in running.records[ev.SEQ :: ev.WIDTH]}
+        number = 0
+        try:
+            with open(path, "rb") as stream:
+                for number, raw in enumerate(stream, 1):
+                    try:
+                        self._take(parse(raw))
+                    except _BAD_LINE:
+                        bad.append(number)
+                        torn = not raw.endswith(b"\n")
+                        for running in self._running.values():
+                            running.damaged |= not torn
+        except OSError as error:
+            self.trace.problems.append(Problem(path, f"cannot be read on from line {number + 1}: {error.strerror or error}"))
+        self._tell(path, bad, torn)
+
+    def _tell(self, path: Path, bad: list[int], torn: bool) -> None:
+        if torn:
+            bad.pop()
+            self.trace.problems.append(Problem(path, "its last line is cut off, as a killed process or a copy leaves it"))
+        self.trace.damaged += len(bad) + torn
+        if bad:
+            shown = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            word = "line" if len(bad) == 1 else "lines"
+            self.trace.problems.append(
+                Problem(path, f"{word} {shown} cannot be read (damaged, or of another version); the rest is used")
+            )
+
+    def _take(self, data: dict[str, Any]) -> None:
+        if "schema" in data:
+            return
+        kind = data["kind"]
+        if kind == "violation":
+            self._violation(data)
+        elif kind == "step":
+            self._end_step(data)
+        elif kind in ev.KIND_NUMBER:
+            self._event(data)
+        elif kind == "model":
+            self._model(ModelMap.from_json(data))
+        elif kind in ("heartbeat", "entered"):
+            self._sign_of_life(kind, data)
+        elif kind == "end":
+            self.trace.end = data
+            self.trace.dropped = int(data.get("dropped", 0))
+        # Lines of kinds that a later version added are skipped: they are not damage.
+
+    def _model(self, model: ModelMap) -> None:
+        if any(group.id != number for number, group in enumerate(model.groups)):
+            raise ValueError("groups are not numbered in order")
+        known = self.trace.models.get(model.model)
+        if known == model:  # each further part of a file begins with them again
+            return
+        if known is not None and [g.id for g in known.groups] != [g.id for g in model.groups]:
+            self._flush(model.model, None)
+        self.trace.models[model.model] = model
+
+    def _event(self, data: dict[str, Any]) -> None:
+        number = data.get("model", 0)
+        model = self.trace.models[number]
+        record = record_of(data, model, self._texts)
+        if self._known is not None and record[ev.SEQ] in self._known:
+            return
+        running = self._step_of(number, data["step"])
+        before = len(running.records)
+        try:
+            running.records.extend(record)
+        except (TypeError, OverflowError):
+            del running.records[before:]
+            raise
+        trace = self.trace
+        trace.events += 1
+        trace.last_seq = max(trace.last_seq, record[ev.SEQ])
+        trace.last_t = max(trace.last_t, record[ev.T1])
+        if trace.entered is not None:
+            self._maybe_left(data)
+        if record[0] == ev.EXCEPTION:
+            unit = data.get("unit")
+            fqn = model.units[unit].fqn if isinstance(unit, int) and 0 <= unit < len(model.units) else ""
+            trace.exceptions = [*trace.exceptions[-9:], (running.step, str(data.get("type", "")), fqn)]
+
+    def _step_of(self, model: int, step: int) -> _Running:
+        running = self._running.get(model)
+        if running is None:
+            running = self._running[model] = _Running(int(step))
+        elif step != running.step:
+            if running.records or running.violations:  # its line was lost
+                self._flush(model, None)
+            running.step = int(step)
+        return running
+
+    def _violation(self, data: dict[str, Any]) -> None:
+        trace = self.trace
+        for name in ("rule", "severity", "message"):
+            data[name] = str(data[name])
+        for name in ("fqn", "hint", "cause"):
+            data[name] = str(data.get(name) or "")
+        for name in ("seq", "step"):
+            data[name] = int(data[name])
+        data["bytes"] = int(data.get("bytes") or 0)
+        data["evidence"] = [int(seq) for seq in data.get("evidence") or ()]
+        data["model"] = int(data.get("model") or 0)
+        if self._known is not None and any(known["seq"] == data["seq"] for known in trace.violations[-100:]):
+            return
+        running = self._step_of(data["model"], data["step"])
+        running.violations += 1
+        trace.events += 1
+        trace.last_seq = max(trace.last_seq, data["seq"])
+        if len(trace.violations) < KEPT_VIOLATIONS:
+            trace.violations.append(data)
+        else:
+            trace.lost_violations += 1
+
+    def _end_step(self, data: dict[str, Any]) -> None:
+        number = int(data.get("model", 0))
+        model = self.trace.models[number]
+        record = record_of(data, model, self._texts)
+        counts = data.get("counts")
+        counts = {str(kind): int(times) for kind, times in counts.items()} if isinstance(counts, dict) else None
+        running = self._step_of(number, data["step"])
+        dropped = int(data.get("step_dropped", 0))
+        full = not dropped and counts is not None and _all_there(running, counts)
+        lost = (counts or {}).get("violation", 0) - running.violations
+        self.trace.lost_violations += max(0, lost)
+        started = running.last_end or (running.records[ev.T0] if running.records else 0)
+        line = StepLine(
+            model=number, step=running.step, full=full, seq=record[ev.SEQ], t=record[ev.T1],
+            duration_ns=record[ev.T1] - started if started else 0,
+            events=sum(counts.values()) + 1 if counts is not None else len(running.records) // ev.WIDTH + 1,
+            gathers=(counts or {}).get("unshard", 0), violations=max(running.violations, (counts or {}).get("violation", 0)),
+            dropped=dropped, unsharded_bytes=record[ev.A], unsharded_peak=record[ev.A + 1],
+            past_backward_bytes=record[ev.A + 2],
+        )  # fmt: skip
+        running.records.extend(record)
+        running.last_end = line.t
+        self.trace.events += 1
+        self.trace.steps.append(line)
+        self.trace.dropped = max(self.trace.dropped, record[ev.A + 3])
+        self.trace.last_seq = max(self.trace.last_seq, line.seq)
+        self.trace.last_t = max(self.trace.last_t, line.t)
+        self._flush(number, line)
+
+    def _flush(self, model: int, line: StepLine | None, at_end: bool = False) -> None:
+        """Hands the running step on and begins the next one."""
+        running = self._running[model]
+        contiguous = running.step == 0 if running.sent is None else running.step == running.sent + 1
+        records, running.records = running.records, array("q")
+        running.violations = 0
+        full = line is not None and line.full
+        part = StepPart(
+            self.trace.models[model], running.step, records, self._texts, line, full,
+            full or (at_end and not running.damaged), contiguous,
+        )  # fmt: skip
+        running.damaged = False
+        running.sent = running.step
+        running.step += 1
+        self._sink(part)
+
+    def _sign_of_life(self, kind: str, data: dict[str, Any]) -> None:
+        trace = self.trace
+        t = int(data["t"])
+        trace.last_t = max(trace.last_t, t)
+        if kind == "entered":
+            trace.entered = {"kind": str(data["what"]), "model": data["model"], "group": data["group"], "t": t}
+            return
+        trace.last_seq = max(trace.last_seq, int(data.get("last", 0)))
+        trace.dropped = max(trace.dropped, int(data.get("dropped", 0)))
+        collective = data.get("collective")
+        if isinstance(collective, dict):
+            trace.entered = {**collective, "t": t}
+        elif trace.entered is not None and t > trace.entered["t"]:
+            trace.entered = None
+
+    def _maybe_left(self, data: Mapping[str, Any]) -> None:
+        """Forgets the collective that was entered once an event says that it ended."""
+        entered = self.trace.entered
+        assert entered is not None
+        same = (entered.get("kind"), entered.get("model", 0), entered.get("group"))
+        if same == (data["kind"], data.get("model", 0), data.get("group")) and data["t1"] >= entered["t"]:
+            self.trace.entered = None
+
+    def finish(self) -> None:
+        """The end of the files: what is left belongs to steps that were not finished."""
+        for model, running in list(self._running.items()):
+            if running.records or running.violations:
+                self.trace.running_step[model] = running.step
+                self.trace.running_events[model] = len(running.records) // ev.WIDTH
+                self._flush(model, None, at_end=True)
+
+
+def _all_there(running: _Running, counts: Mapping[str, int]) -> bool:
+    """Whether every event that the step's line counts was read."""
+    seen = Counter(running.records[ev.KIND :: ev.WIDTH])
+    return running.violations >= counts.get("violation", 0) and all(
+        seen[ev.KIND_NUMBER[kind]] >= times
+        for kind, times in counts.items()
+        if kind in ev.KIND_NUMBER and kind not in ("violation", "step")
+    )

@@ -1,0 +1,193 @@
+"""A run: all its processes together, and what is to say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdptrace.analysis import notes
+from fsdptrace.analysis.findings import Collector, Finding
+from fsdptrace.analysis.process import ProcessTrace, StepLine, read_process
+from fsdptrace.analysis.rows import Peak, UnitRow, Units, UnitSums, merge, peak_json
+from fsdptrace.analysis.sources import Problem, RunSources, choose, find_runs
+from fsdptrace.model_map import ModelMap
+
+SCHEMA = "fsdptrace-report/1"
+
+
+@dataclass(slots=True)
+class ModelReport:
+    """One recorded model over all ranks.
+
+    Attributes:
+        model, root: its number in the process and its class.
+        rows: one per param group, in the model's order.
+        steps: steps behind the rows, summed over ranks; ``unfinished`` says that none of them ended.
+        now, past_backward: bytes open or pending at the end of what was read, and those although the backward was over:
+            largest over ranks, with that rank.
+        peak: most bytes open or pending at one time.
+        past_backward_peak: largest ``past_backward_bytes`` of any step boundary.
+    """
+
+    model: int
+    root: str
+    map: ModelMap
+    rows: list[UnitRow]
+    steps: int
+    unfinished: bool
+    now: tuple[int, int]
+    past_backward: tuple[int, int]
+    peak: Peak
+    past_backward_peak: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "model": self.model, "root": self.root, "rank_steps": self.steps, "unfinished": self.unfinished,
+            "unsharded_bytes": self.now[0], "unsharded_bytes_rank": self.now[1],
+            "past_backward_bytes": self.past_backward[0], "past_backward_bytes_rank": self.past_backward[1],
+            "past_backward_peak_bytes": self.past_backward_peak, "peak": peak_json(self.peak),
+            "uncovered_parameters": list(self.map.uncovered), "units": [row.to_json() for row in self.rows],
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Run:
+    """What was read of one run.
+
+    Attributes:
+        id, label, attempt: its name; ``label`` is what ``--run`` takes.
+        folder: where it lies.
+        processes: by rank.
+        findings: what was found while it ran.
+        models: one per recorded model.
+        basis: what "nothing found" would be based on: rules, steps, ranks.
+        coverage: what this run cannot show.
+        notes: ranks that are missing, died, stand elsewhere; detail that is missing; damaged files.
+        others: labels of other runs in the same folder, newest first.
+    """
+
+    id: str
+    label: str
+    attempt: int
+    folder: Path
+    processes: list[ProcessTrace]
+    findings: list[Finding]
+    models: list[ModelReport]
+    basis: notes.Basis
+    coverage: list[str]
+    notes: list[str]
+    others: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def worst(self) -> str:
+        """The worst severity that was found; empty when nothing was."""
+        return self.findings[0].severity if self.findings else ""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of which there is a file."""
+        return sorted({process.rank for process in self.processes})
+
+    def step_lines(self) -> list[tuple[int, StepLine]]:
+        """``(rank, step)`` in the order of steps, models and ranks."""
+        lines = [(process.rank, line) for process in self.processes for line in process.steps]
+        return sorted(lines, key=lambda item: (item[1].step, item[1].model, item[0]))
+
+    def to_json(self, steps: bool = False) -> dict[str, Any]:
+        """Plain data, as ``report --json`` prints it; ``steps`` adds one entry per rank and step."""
+        data: dict[str, Any] = {
+            "schema": SCHEMA, "run": self.id, "attempt": self.attempt, "folder": str(self.folder),
+            "ranks": self.ranks, "findings": [finding.to_json() for finding in self.findings],
+            "models": [model.to_json() for model in self.models], "basis": asdict(self.basis),
+            "coverage": self.coverage, "notes": self.notes, "problems": [str(problem) for problem in self.problems],
+            "processes": [_process_json(process) for process in self.processes], "other_runs": self.others,
+        }  # fmt: skip
+        if steps:
+            data["steps"] = [{"rank": rank, **asdict(line)} for rank, line in self.step_lines()]
+        return data
+
+
+def _process_json(process: ProcessTrace) -> dict[str, Any]:
+    header = process.header
+    return {
+        "rank": header.rank, "world_size": header.world_size, "role": header.role, "host": header.host, "pid": header.pid,
+        "versions": dict(header.versions), "file": str(process.source.path), "complete": process.end is not None,
+        "events": process.events, "dropped": process.dropped, "violations": len(process.violations),
+        "lost_violations": process.lost_violations, "steps": len(process.steps),
+        "full_steps": sum(line.full for line in process.steps), "last_seq": process.last_seq,
+        "entered": process.entered if process.end is None else None, "damaged_lines": process.damaged,
+    }  # fmt: skip
+
+
+def load(folder: str | Path, run: str | None = None) -> Run:
+    """Reads a run: a run's folder, the out folder (the newest run in it, or the one named ``run``), or one file.
+
+    Damaged, cut off and foreign files are named in ``problems`` and ``notes``; what is left is used.
+
+    Raises:
+        NotATrace: there is nothing to read, or no run of that name.
+    """
+    runs, problems = find_runs(folder)
+    chosen = choose(runs, run)
+    others = [other.label for other in runs if other is not chosen]
+    return read_run(chosen, problems, others)
+
+
+def read_run(sources: RunSources, problems: Sequence[Problem] = (), others: Sequence[str] = ()) -> Run:
+    """Reads the files of one run."""
+    processes: list[ProcessTrace] = []
+    units: list[tuple[ProcessTrace, Mapping[int, Units]]] = []
+    collector = Collector()
+    for source in sources.sources:
+        sums = UnitSums(source.header.rank)
+        process = read_process(source, sums)
+        processes.append(process)
+        units.append((process, sums.result()))
+        roots = {number: model.root for number, model in process.models.items()}
+        collector.add(process.violations, process.rank, roots, str(source.path))
+    all_problems = [*problems, *(problem for process in processes for problem in process.problems)]
+    return Run(
+        sources.id, sources.label, sources.attempt, _folder(sources), processes, collector.findings(), _models(units),
+        notes.basis(processes), notes.coverage(processes), notes.about(processes), list(others), all_problems,
+    )  # fmt: skip
+
+
+def _folder(sources: RunSources) -> Path:
+    parents = {source.path.parent for source in sources.sources}
+    if len(parents) == 1:
+        return parents.pop()
+    return min(parents, key=lambda path: len(path.parts))
+
+
+def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[ModelReport]:
+    """Models of all ranks, put together by number and class."""
+    maps: dict[tuple[int, str], ModelMap] = {}
+    per_model: dict[tuple[int, str], list[Units]] = {}
+    for process, by_number in units:
+        for number, model in sorted(process.models.items()):
+            key = (number, model.root)
+            maps.setdefault(key, model)
+            per_model.setdefault(key, []).append(by_number.get(number) or Units(process.rank))
+    made = []
+    for (number, root), of_ranks in sorted(per_model.items()):
+        finished = [item for item in of_ranks if not item.unfinished]
+        used = finished if any(item.steps for item in finished) else of_ranks
+        made.append(
+            ModelReport(
+                number, root, maps[number, root], merge(used), sum(item.steps for item in used), used is not finished,
+                _most(of_ranks, "now"), _most(of_ranks, "past_backward"),
+                max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
+                max(item.past_backward_peak for item in of_ranks),
+            )
+        )  # fmt: skip
+    return made
+
+
+def _most(of_ranks: Sequence[Units], what: str) -> tuple[int, int]:
+    """The largest ``what`` and its rank, the lowest of several."""
+    held, rank = max((getattr(item, what), -item.rank) for item in of_ranks)
+    return held, -rank
