@@ -1,0 +1,184 @@
+"""The subcommands: arguments in, exit status out. What they show is made in the modules beside this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from fsdptrace._version import __version__
+from fsdptrace.files import NotATrace
+
+app = typer.Typer(
+    name="fsdptrace", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=False,
+    help="Reads what fsdptrace recorded of PyTorch FSDP2 (fully_shard), and says what went wrong, where and why.",
+)  # fmt: skip
+
+FOUND = 1
+UNUSABLE = 2
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a run's folder, the out folder, or one file")]
+Json = Annotated[bool, typer.Option("--json", help="print data instead of text")]
+RunId = Annotated[Optional[str], typer.Option("--run", metavar="ID", help="which run of the folder; else the newest")]  # noqa: UP045
+
+
+@contextmanager
+def _clear() -> Iterator[None]:
+    """Unusable input ends in one clear line on standard error and status 2."""
+    from fsdptrace.cli.output import clean
+
+    try:
+        yield
+    except (NotATrace, ValueError) as error:
+        problem = str(error)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        problem = f"{error.filename or 'input'}: {error.strerror or error}"
+    else:
+        return
+    print(f"fsdptrace: {clean(problem)}", file=sys.stderr)
+    raise typer.Exit(UNUSABLE)
+
+
+def _names(values: list[str] | None) -> list[str] | None:
+    """Rule names given with repeated options or commas."""
+    if values is None:
+        return None
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False,
+) -> None:
+    if version:
+        print(f"fsdptrace {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit
+
+
+@app.command()
+def report(
+    folder: Folder,
+    json: Json = False,
+    run: RunId = None,
+    steps: Annotated[bool, typer.Option("--steps", help="add a table of steps")] = False,
+    every: Annotated[bool, typer.Option("--all", help="show every unit and step, however many")] = False,
+) -> None:
+    """What was found, then what every unit did, the memory, and what it is based on."""
+    with _clear():
+        from fsdptrace.analysis import load
+        from fsdptrace.cli import report as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        loaded = load(folder, run)
+        if json:
+            print_json(loaded.to_json(steps))
+        else:
+            view.show(Screen(), loaded, every, steps)
+
+
+@app.command()
+def check(
+    folder: Folder,
+    json: Json = False,
+    run: RunId = None,
+    select: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--select", metavar="RULES", help="rules to run (comma or repeated; `all`); else those that ran"),
+    ] = None,
+    ignore: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--ignore", metavar="RULES", help="rules to leave out"),
+    ] = None,
+) -> None:
+    """Runs the rules over the files; exit status 1 when a violation of severity error is found."""
+    with _clear():
+        from fsdptrace.analysis import check as run_check
+        from fsdptrace.cli import check as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        result = run_check(folder, run, _names(select), _names(ignore) or ())
+        if json:
+            print_json(result.to_json())
+        else:
+            view.show(Screen(), result)
+    if result.failed:
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def rules(
+    rule: Annotated[Optional[str], typer.Argument(metavar="NAME", help="one rule, in full")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """The rules: what each means, an example, what to change, what it stays silent on."""
+    with _clear():
+        from fsdptrace.cli import rules as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        chosen = view.choose(rule)
+        if json:
+            print_json([view.to_json(item) for item in chosen])
+        elif rule is None:
+            view.show_all(Screen(), chosen)
+        else:
+            view.show_one(Screen(), chosen[0])
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Whether recording works here: versions, PyTorch's names, the default folder; exit status 1 when it cannot."""
+    with _clear():
+        from fsdptrace.cli import doctor as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        diagnosis = view.examine()
+        if json:
+            print_json(diagnosis.to_json())
+        else:
+            view.show(Screen(), diagnosis)
+    if diagnosis.problems:
+        raise typer.Exit(FOUND)
+
+
+@app.command()
+def demo(
+    leak: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option("--leak/--healthy", help="only the run with the fault, or only the healthy one; else both"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="training steps of each run")] = 3,
+    layers: Annotated[int, typer.Option(min=2, max=64, help="blocks of the model")] = 6,
+    out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="folder for the files")] = None,  # noqa: UP045
+) -> None:
+    """Trains a nested mixture of experts in two processes under the recorder, with a fault and without, and shows both."""
+    with _clear():
+        from fsdptrace.cli import demo as view
+        from fsdptrace.cli.output import Screen
+
+        kinds = ("leak", "healthy") if leak is None else ("leak",) if leak else ("healthy",)
+        as_expected = view.run(Screen(), kinds, steps, layers, out)
+    if not as_expected:
+        raise typer.Exit(FOUND)
+
+
+def run() -> None:
+    """The command, as the console script calls it."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets an escape, not a traceback
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except BrokenPipeError:  # `fsdptrace report DIR | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(0) from None
