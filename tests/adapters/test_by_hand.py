@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from support.models import sharded_chain, train
 from support.show import trace
@@ -328,3 +330,33 @@ def test_switches_are_polled_at_a_step(fake_pg: Any, record: Any) -> None:
         rec.step()
     flags = [(event["flag"], event["value"]) for event in rec.steps[0] if event.kind == "flag"]
     assert flags == [("reshard_after_backward", False), ("reshard_after_forward", False)]
+
+
+def test_registered_forward_method(fake_pg: Any, record: Any) -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x)
+
+    model = Encoder()
+    fully_shard(model, mesh=fake_pg(4))
+    register_fsdp_forward_method(model, "encode")
+    with record(model) as rec:
+        model.encode(torch.randn(4, 8)).sum().backward()
+    # No module is called: the method's own hooks are a forward all the same. The root stays open after it.
+    trace(rec.steps[0], drop=("state", "step", "flag")).reads("""
+        forward (root)
+            pre_forward (root) input=none
+                unshard (root) 288
+                wait (root) 288
+            post_forward (root)
+        backward
+            pre_backward (root)
+                unshard (root) 0 open
+            post_backward (root) tensors=2 final_callback
+                reshard (root) 288
+                reduce_scatter (root) 288 avg tensors=2
+    """)
