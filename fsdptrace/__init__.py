@@ -5,9 +5,9 @@ Names are imported when first used: reading traces works where torch is not inst
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fsdptrace._version import __version__
+
+TYPE_CHECKING = False  # as typing has it, whose import alone would cost every process under FSDPTRACE=1 its 10 ms
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.compat import UnsupportedTorch
@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     place = _PLACES.get(name)
     if place is None:
         raise AttributeError(f"module 'fsdptrace' has no attribute {name!r}")

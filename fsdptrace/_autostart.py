@@ -6,18 +6,19 @@ the models that ``fully_shard`` wraps. A program that never imports FSDP2 runs a
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # as typing has it; nothing is imported here that a bare interpreter has not loaded
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 _TARGET = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 
-class _PatchingLoader(Loader):
+class _PatchingLoader:
     """The module's own loader, with a look at the module once it has been executed."""
 
     def __init__(self, inner: Any) -> None:
@@ -35,7 +36,7 @@ class _PatchingLoader(Loader):
         return getattr(self._inner, name)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds nothing itself: lets the finders after it find the one module, and wraps its loader."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -46,7 +47,7 @@ class _Finder(MetaPathFinder):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _PatchingLoader(spec.loader)
+                spec.loader = _PatchingLoader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
@@ -56,6 +57,8 @@ _given_up: list[str] = []
 
 def watch(module: ModuleType) -> None:
     """Puts a function in front of ``fully_shard`` in its own module, from where everybody imports it."""
+    import functools  # loaded long since: torch is
+
     original = module.fully_shard
 
     @functools.wraps(original)
