@@ -33,7 +33,8 @@ ENTERED = 11  # kind + 32 * group of a collective that was entered and not left,
 HOW = 12  # packed how of the prefetch that is running, 0 without
 ISSUER = 13  # its source
 IMPLICIT = 14  # group + 1 whose _backward_prefetch is running, 0 without
-SIZE = 15
+REPAIR = 15  # 1 between the first and the last pre-forward hook of a unit in a backward: FSDPState may gather it there
+SIZE = 16
 GROUP_UNIT = 32
 
 

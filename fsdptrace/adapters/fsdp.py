@@ -8,7 +8,7 @@ pre-hook before FSDP2's own and a forward hook after it that runs on exceptions 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -25,6 +25,7 @@ from fsdptrace.adapters.context import (
     DEPTH,
     FINAL,
     RECOMPUTE_DEPTH,
+    REPAIR,
     SOURCE,
     Context,
     clock,
@@ -110,9 +111,10 @@ class InstalledModel:
             if any(module is own for own in hooks.unit.modules):
                 hooks.begin(module, args)
 
-    def poll_flags(self) -> None:
-        """Records switches that were changed since they were last seen; called at a step."""
-        for hooks in self.groups:
+    def poll_flags(self, groups: Iterable[int] | None = None) -> None:
+        """Records switches of ``groups`` (of all, if not given) that were changed since they were last seen; called when an
+        optimizer steps and at a step."""
+        for hooks in self.groups if groups is None else [self.groups[group] for group in groups]:
             flags = flags_of(hooks.group)
             if flags != hooks.flags:
                 hooks.flags_changed(flags)
@@ -145,6 +147,7 @@ class InstalledModel:
                         c.open_backward()
                     shared[RECOMPUTE_DEPTH] += 1
                     shared[CONTEXT] |= ev.PASS_RECOMPUTE
+                    shared[REPAIR] = 1
                     return
                 if shared[BACKWARD_SEQ]:
                     c.close_backward()
@@ -195,6 +198,7 @@ class InstalledModel:
         early = self._early_return(unit, ev.PRE_FORWARD)
 
         def ready(module: nn.Module, args: Any) -> None:
+            shared[REPAIR] = 0
             if shared[RECOMPUTE_DEPTH]:
                 try:
                     early()
@@ -221,6 +225,7 @@ class InstalledModel:
                 elif shared[CONTEXT] % 4 == ev.PASS_RECOMPUTE:
                     early()
                 if shared[BACKWARD_SEQ] and shared[RECOMPUTE_DEPTH]:
+                    shared[REPAIR] = 0
                     shared[RECOMPUTE_DEPTH] -= 1
                     if not shared[RECOMPUTE_DEPTH]:
                         shared[CONTEXT] -= ev.PASS_RECOMPUTE - ev.PASS_BACKWARD

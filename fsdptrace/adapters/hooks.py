@@ -29,6 +29,8 @@ from fsdptrace.adapters.context import (
     ISSUER,
     OUTER_GRAD,
     PARENT,
+    REPAIR,
+    REPAIR,
     SOURCE,
     TOP,
     Context,
@@ -66,6 +68,8 @@ class GroupHooks:
         self.bytes = info.bytes
         self.flags = usual_flags(info)
         self.measured = False
+        self.reduction: tuple[int, int, int, int] | None = None
+        self.factor: float | None = None
         self.dtype = 0
         self.shared_with_others = False
         self.others: dict[str, Any] = {}
@@ -131,6 +135,7 @@ class GroupHooks:
             return False
         self.group = group
         self.measured = False
+        self.reduction = None
         groups, params = self._cells
         for cell in groups:
             cell.cell_contents = group
@@ -174,7 +179,7 @@ class GroupHooks:
                 if not parent:  # in no hook of the group's: the user, or FSDPState's repair in a recomputation
                     parent = shared[TOP]
                     shared[BUSY] = 1
-                    if group._training_state._value_ >= IDLE_OR_POST:
+                    if group._training_state._value_ >= IDLE_OR_POST and not shared[REPAIR]:
                         how = MANUAL
                 size = 0
                 dtype = usual_dtype
@@ -466,24 +471,34 @@ class GroupHooks:
     def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> None:
         """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued."""
         info, group, c = self.info, self.group, self.context
-        buffer = last_reduce_scatter_input(group.comm_ctx)
-        if buffer is None or not (grads or info.world * info.replicate_world > 1):
-            return
-        size = buffer.numel() * buffer.element_size()
-        dtype = dtype_number(buffer.dtype)
-        del buffer
-        op = reduce_op(group, dtype, info)
-        # With reduce_scatter_unused_params and nothing gathered there is nothing to reduce either.
-        if not grads and group._sharded_state._value_ != UNSHARDED and not any_unsharded(group.fsdp_params):
-            return
-        if info.world > 1:
-            c.emit(ev.REDUCE_SCATTER, next(c.ids), t0, t1, self.id, parent, size, info.world, dtype, grads, op)
-        if info.replicate_world > 1 and flags & 2:
+        factor = getattr(group, "gradient_divide_factor", None)
+        if self.reduction is not None and grads == info.trainable and factor is self.factor:
+            size, dtype, op, reduced = self.reduction  # all gradients were there, as when it was measured
+        else:
+            buffer = last_reduce_scatter_input(group.comm_ctx)
+            if buffer is None:
+                return
+            # With reduce_scatter_unused_params and nothing ever gathered there is nothing to reduce either.
+            if not grads and group._sharded_state._value_ != UNSHARDED and not any_unsharded(group.fsdp_params):
+                return
+            size, dtype = buffer.numel() * buffer.element_size(), dtype_number(buffer.dtype)
+            del buffer
+            op = reduce_op(group, dtype, info)
             state = group._all_reduce_state
             reduced = size // info.world
             if state is not None:
                 reduced = state.all_reduce_input.numel() * state.all_reduce_input.element_size()
-            c.emit(ev.ALL_REDUCE, next(c.ids), t0, t1, self.id, parent, reduced, info.replicate_world, dtype, grads, op)
+            if grads == info.trainable:
+                self.reduction, self.factor = (size, dtype, op, reduced), factor
+        context = c.shared[CONTEXT]
+        if info.world > 1:
+            seq = next(c.ids)
+            c.append((10, seq, t0, t1, self.id, parent, context, size, info.world, dtype, grads, op))
+            c.on[ev.REDUCE_SCATTER](seq, self.id, context, size, info.world, dtype, grads, op)
+        if info.replicate_world > 1 and flags & 2:
+            seq = next(c.ids)
+            c.append((11, seq, t0, t1, self.id, parent, context, reduced, info.replicate_world, dtype, grads, op))
+            c.on[ev.ALL_REDUCE](seq, self.id, context, reduced, info.replicate_world, dtype, grads, op)
 
     def _finalize_backward(self) -> Wrapper:
         c, group = self.context, self.group

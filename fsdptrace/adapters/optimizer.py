@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdptrace import events as ev
-from fsdptrace.adapters.context import BUSY, STEPPED, clock
+from fsdptrace.adapters.context import BUSY, CONTEXT, STEPPED, clock
 from fsdptrace.adapters.fsdp import InstalledModel
 
 
@@ -83,10 +83,14 @@ class OptimizerSteps:
         context = model.context
         shared = context.shared
         shared[BUSY] = 1
+        model.poll_flags(holding.groups)
         seq = next(context.ids)
         # Changes first: what reads the step wants to know what it changed.
+        packed, changed = shared[CONTEXT], context.on[ev.PARAM_CHANGE]
         for group, tensors in holding.groups.items():
-            context.emit(ev.PARAM_CHANGE, next(context.ids), self._t0, t1, group, seq, 0, tensors)
+            number = next(context.ids)
+            context.append((ev.PARAM_CHANGE, number, self._t0, t1, group, seq, packed, 0, tensors, 0, 0, 0))
+            changed(number, group, packed, 0, tensors, 0, 0, 0)
         context.emit(
             ev.OPTIMIZER_STEP, seq, self._t0, t1, ev.NONE, context.parent(),
             holding.name, sum(holding.groups.values()), len(holding.groups), holding.temporary, holding.foreign,
