@@ -30,7 +30,6 @@ from fsdptrace.adapters.context import (
     OUTER_GRAD,
     PARENT,
     REPAIR,
-    REPAIR,
     SOURCE,
     TOP,
     Context,

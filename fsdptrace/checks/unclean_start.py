@@ -78,7 +78,7 @@ class UncleanStart(Rule):
         tracker = self.tracker
         parts = []
         if groups:
-            names = ", ".join(f"{tracker.name(g)} in {ev.TRAINING_STATES[tracker.groups[g].training]}" for g in groups[:4])
+            names = ", ".join(f"{tracker.name(g)} in {ev.TRAINING_STATES[self._states[g]]}" for g in groups[:4])
             parts.append(names + (f" and {len(groups) - 4} more" if len(groups) > 4 else ""))
         if bits & 2:
             parts.append("a final callback still marked queued, so that none will run in the next backward")
