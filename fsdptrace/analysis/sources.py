@@ -160,7 +160,8 @@ def _processes(folder: Path, problems: list[Problem]) -> list[list[Path]]:
     """The parts of each process under ``folder``, in the order of writing."""
     if folder.is_file():
         stem = _stem(folder.name)[0]
-        candidates = [path for path in folder.parent.iterdir() if path.suffix == ".jsonl" and _stem(path.name)[0] == stem]
+        parts = [path for path in folder.parent.iterdir() if path.suffix == ".jsonl" and _stem(path.name)[0] == stem]
+        candidates = parts or [folder]
     elif folder.is_dir():
         candidates = _walk(folder, problems)
     else:

@@ -1,0 +1,276 @@
+"""The command: exit statuses, one clear line for bad input, text that is safe and fits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdptrace.checks.registry import RULES
+from fsdptrace.cli.app import app
+from support.made import Made, run
+
+COMMAND = [sys.executable, "-c", "from fsdptrace.cli import main; main()"]
+
+
+def call(*arguments: Any, **env: str) -> Any:
+    """The command in this process."""
+    return CliRunner(env={"COLUMNS": "", **env}).invoke(app, [str(argument) for argument in arguments])
+
+
+def spawn(*arguments: Any, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command as a user starts it."""
+    environment = {**os.environ, "COLUMNS": "", **env}
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )  # fmt: skip
+
+
+def faulty(folder: Path, rule: str = "gather-after-backward", severity: str = "error", **data: Any) -> None:
+    """A run with one violation of a rule that no longer exists here unless ``rule`` says so, in a step of one line."""
+    made = Made(0, 1)
+    made.violation(rule, data.pop("fqn", "layers.0"), severity=severity, **data)
+    made.counts["unshard"] = 3
+    made.end_step()
+    made.end()
+    made.write(folder)
+
+
+# -- report ------------------------------------------------------------------------------------------------------------
+def test_report_of_a_healthy_run_says_what_that_is_based_on(tmp_path: Path) -> None:
+    run(tmp_path, ranks=2, steps=2)
+    result = call("report", tmp_path)
+    assert result.exit_code == 0
+    assert "nothing found" in result.output
+    assert "that saw all 72 events of 2 steps that ended, on 2 of 2 ranks: gather-after-backward" in result.output
+    rows = [line.split("  ") for line in result.output.splitlines() if line.startswith("layers.")]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
+        ["layers.0", "1", "1", "0", "0", "0", "1,000 B", "1", "90 ns"],
+        ["layers.1", "1", "0", "0", "0", "0", "3,000 B", "1", "70 ns"],
+    ]
+    assert "peak  4,000 B (rank 0, step 0, event 11)" in result.output
+    assert "held by layers.1 3,000 B, layers.0 1,000 B" in result.output
+
+
+def test_report_shows_findings_first_and_in_full(tmp_path: Path) -> None:
+    faulty(tmp_path, bytes=32768, message="The prefetch of a gathered b.", hint="Call c.")
+    lines = call("report", tmp_path).output.splitlines()
+    at = lines.index("ERROR gather-after-backward  layers.*")
+    assert lines[at + 1] == "  once, 1 unit, rank 0, step 0, 32 KiB"
+    assert lines[at + 3] == "    The prefetch of a gathered b."
+    assert lines[at + 5] == "    Call c."
+    assert at < next(i for i, line in enumerate(lines) if line.startswith("units of Net"))
+
+
+def test_report_tells_coverage_and_completeness(tmp_path: Path) -> None:
+    made = Made(0, 2, coverage=["recompute: not visible, compiled around the checkpoint"])
+    made.step()
+    made.write(tmp_path)
+    output = call("report", tmp_path).output
+    assert "not visible in this run\n  - recompute: not visible, compiled around the checkpoint" in output
+    assert "rank 0 (node-100): no end line" in output
+    assert "no file of rank 1 (1 of 2 ranks are here)" in output
+
+
+def test_report_without_rules_does_not_say_healthy(tmp_path: Path) -> None:
+    run(tmp_path, ranks=1, options={"checks": False})
+    output = call("report", tmp_path).output
+    assert "nothing was looked for" in output
+    assert "nothing found" not in output
+
+
+def test_many_units_are_grouped_unless_all_are_asked_for(tmp_path: Path) -> None:
+    made = Made(0, 1, names={f"layers.{i}": 100 for i in range(40)})
+    for i in range(40):
+        made.unshard(i, 100, "forward")
+    made.end_step(4000)
+    made.end()
+    made.write(tmp_path)
+    grouped = call("report", tmp_path).output
+    assert "layers.*  x40" in grouped
+    assert "layers.17 " not in grouped.split("memory")[0]
+    assert "layers.17 " in call("report", tmp_path, "--all").output.split("memory")[0]
+
+
+def test_report_json_and_steps(tmp_path: Path) -> None:
+    run(tmp_path, ranks=1, steps=40)
+    data = json.loads(call("report", tmp_path, "--json", "--steps").output)
+    assert data["run"] == "run"
+    assert len(data["steps"]) == 40
+    assert "steps" not in json.loads(call("report", tmp_path, "--json").output)
+    output = call("report", tmp_path, "--steps").output
+    assert "(20 of 40 rows; --all shows each)" in output
+    assert call("report", tmp_path, "--steps", "--all").output.count("  full\n") == 40
+
+
+def test_names_from_files_cannot_do_anything(tmp_path: Path) -> None:
+    evil = "[bold red]layers\x1b[2J\x9b31m\u202e." + "x" * 5000
+    made = Made(
+        0, 1, run_id="run", names={evil: 1000, "[/]": 3000}, coverage=["[link=x]\x07"], versions={"torch": "\x1b]0;x\x07"}
+    )
+    made.unshard(0, 1000, "forward")
+    made.violation("[bold]rule\x1b[0m", evil, group=0, message=f"{evil}\nsecond line\r", hint="[/nope]", severity="wor\x1bse")
+    made.end_step(1000)
+    made.end()
+    made.write(tmp_path)
+    for arguments in (["report"], ["report", "--steps"], ["check"]):
+        result = call(arguments[0], tmp_path, *arguments[1:])
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        assert "[bold red]layers" in result.output  # markup is shown, not obeyed
+        assert not set(result.output) & {"\x1b", "\x9b", "\x07", "\r", "\u202e"}
+        assert max(map(len, result.output.splitlines())) < 4200
+        assert result.output.isprintable() or all(line.isprintable() for line in result.output.splitlines())
+    assert "\x1b" not in call("report", tmp_path, "--json").output
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 120])
+def test_narrow_screens(tmp_path: Path, columns: int) -> None:
+    run(tmp_path)
+    faulty(tmp_path / "other")
+    output = call("report", tmp_path, "--run", "run", COLUMNS=str(columns)).output
+    table = [line for line in output.splitlines() if line.startswith(("layers.", "unit "))]
+    assert len(table) == 3
+    assert all(len(line) <= max(columns, 45) for line in table)
+    if columns < 80:
+        assert "no room for: " in " ".join(output.split())
+
+
+def test_piped_output_has_no_colour_and_does_not_wrap(tmp_path: Path) -> None:
+    faulty(tmp_path, message="word " * 60)
+    done = spawn("report", tmp_path, NO_COLOR="1")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert any(len(line) > 290 for line in done.stdout.splitlines())
+    assert done.stderr == ""
+
+
+def test_a_terminal_that_speaks_ascii_only(tmp_path: Path) -> None:
+    faulty(tmp_path, message="größer \u2713", fqn="sch\u00f6n")
+    done = spawn("report", tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C")
+    assert done.returncode == 0
+    assert "gr\\xf6" in done.stdout
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    run(tmp_path)
+    command = [*COMMAND, "report", str(tmp_path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        process.wait(timeout=60)
+
+
+# -- exit statuses -----------------------------------------------------------------------------------------------------
+def test_check_exit_statuses(tmp_path: Path) -> None:
+    run(tmp_path / "fine")
+    assert call("check", tmp_path / "fine").exit_code == 0
+    faulty(tmp_path / "error")
+    result = call("check", tmp_path / "error")
+    assert result.exit_code == 1
+    assert "failed: 1 finding of severity error" in result.output
+    assert "found while recording, repeated" in result.output
+    faulty(tmp_path / "warning", "unused-gather", "warning")
+    assert call("check", tmp_path / "warning").exit_code == 0
+    assert call("check", tmp_path / "error", "--ignore", "gather-after-backward").exit_code == 0
+    assert call("check", tmp_path / "error", "--select", "unused-gather,wrong-root").exit_code == 0
+    data = call("check", tmp_path / "error", "--json")
+    assert data.exit_code == 1
+    assert json.loads(data.stdout)["failed"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report", "nowhere"], "nowhere: no such file or folder"),
+        (["check", "nowhere"], "nowhere: no such file or folder"),
+        (["report", "."], "no .jsonl files in it; give the folder that `out` named"),
+        (["report", "run.txt"], "not a file of fsdptrace"),
+        (["rules", "nope"], "no rule named 'nope'; there are gather-after-backward"),
+    ],
+)
+def test_unusable_input_is_one_line_and_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.txt").write_text("hello\n")
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("fsdptrace: ")
+    assert result.stdout == ""
+
+
+def test_unusable_arguments_are_status_2(tmp_path: Path) -> None:
+    run(tmp_path)
+    assert call("report").exit_code == 2
+    assert call("report", tmp_path, "--nope").exit_code == 2
+    assert call("nope").exit_code == 2
+    assert call("demo", "--steps", "0").exit_code == 2
+    assert call("check", tmp_path, "--select", "nope").exit_code == 2
+    assert call("report", tmp_path, "--run", "other").exit_code == 2
+
+
+def test_help_and_version() -> None:
+    assert call().exit_code == 0
+    assert call("--version").output.startswith("fsdptrace ")
+    for name in ("report", "check", "rules", "doctor", "demo"):
+        assert name in call("--help").output
+        assert call(name, "--help").exit_code == 0
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['typer'] = None; from fsdptrace.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install 'fsdptrace[cli]'")
+    assert done.stderr.count("\n") == 1
+
+
+# -- rules and doctor --------------------------------------------------------------------------------------------------
+def test_rules() -> None:
+    listed = call("rules")
+    assert listed.exit_code == 0
+    assert all(name in listed.output for name in RULES)
+    one = call("rules", "gather-after-backward").output
+    assert "set_modules_to_backward_prefetch" in one
+    assert "stays silent on" in one
+    data = json.loads(call("rules", "--json").output)
+    assert [item["name"] for item in data] == list(RULES)
+    assert all(item[key] for item in data for key in ("summary", "explanation", "example", "mend", "silent", "cost"))
+    assert call("rules", COLUMNS="60").exit_code == 0
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    well = call("doctor")
+    assert well.exit_code == 0
+    assert "recording works here" in well.output
+    assert not list(tmp_path.iterdir())
+    data = json.loads(call("doctor", "--json").output)
+    assert data["problems"] == []
+    assert data["missing"] == []
+    assert "FSDPParamGroup.unshard" in data["found"]
+    off = call("doctor", FSDPTRACE="0")
+    assert off.exit_code == 1
+    assert "FSDPTRACE=0 is set" in off.output
+    wrong = call("doctor", FSDPTRACE_DETAIL="everything")
+    assert wrong.exit_code == 1
+    assert "an option in the environment cannot be used" in wrong.output
+
+
+def test_doctor_says_what_a_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    monkeypatch.delattr(FSDPParamGroup, "finalize_backward")
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "lacks FSDPParamGroup.finalize_backward" in result.output
