@@ -41,6 +41,8 @@ class AutoRecording(Recording):
         self._session = self.session
         self.session.drain.start()
         atexit.register(self.finish)
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
         _finalize_in_children(self)
 
     # -- noticing ------------------------------------------------------------------------------------------------------
@@ -93,6 +95,16 @@ class AutoRecording(Recording):
     def alive(self) -> list[Recorded]:
         """The recorded models that the program still holds."""
         return [recorded for reference in self._roots.values() if (recorded := reference()) is not None]
+
+    def _uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
+        """An exception that ends the program from outside the models' own calls gets the note too, and goes its way."""
+        try:
+            for recorded in self.alive():
+                if id(error) != recorded.context.seen_exception:
+                    recorded.annotate(error)
+        except Exception as fault:
+            self._fault(fault)
+        self._excepthook(kind, error, trace)
 
     # -- ending --------------------------------------------------------------------------------------------------------
     def _fault(self, error: Exception) -> None:

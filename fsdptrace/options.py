@@ -97,7 +97,16 @@ def resolve(**given: Any) -> Options:
     return options
 
 
-def _from_environment() -> dict[str, Any]:
+def check_environment(changes: Mapping[str, str]) -> None:
+    """Whether recording could start with ``changes`` on top of this process's environment; for a launcher.
+
+    Raises:
+        ValueError: a value cannot be used.
+    """
+    _check(Options(**_from_environment({**os.environ, **changes})))
+
+
+def _from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     readers: dict[str, tuple[str, Callable[[str], Any]]] = {
         "out": ("OUT", str),
         "exporters": ("EXPORT", _names),
@@ -114,7 +123,7 @@ def _from_environment() -> dict[str, Any]:
     }
     values: dict[str, Any] = {}
     for name, (suffix, read) in readers.items():
-        text = os.environ.get(f"FSDPTRACE_{suffix}", "").strip()
+        text = environment.get(f"FSDPTRACE_{suffix}", "").strip()
         if text:
             try:
                 values[name] = read(text)

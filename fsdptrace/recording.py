@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn as nn
 
 from fsdptrace import events as ev
+from fsdptrace import notes
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
 from fsdptrace.adapters.backward import SEAM
@@ -48,6 +49,7 @@ class Recorded:
         self.session = session
         self.checks = (options.checks, repr(options.rule_options), options.budget_bytes)
         self.recording: Recording | None = None
+        self.found: dict[str, int] = {}
         self.failed = False
         described = describe(model, number)
         rules = registry.select(options.checks, options.budget_bytes is not None)
@@ -81,6 +83,11 @@ class Recorded:
     def text(self, text: str) -> int:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         return self.session.texts.put(text)
+
+    def annotate(self, error: BaseException) -> None:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        if not isinstance(error, InvariantViolation) and error is not self._from_callable:
+            notes.put_on(error, notes.describe(self.engine.tracker, self.found))
 
     _from_callable: BaseException | None = None
 
@@ -124,6 +131,8 @@ class Recorded:
             tracker.step_number += 1
 
     def _on_violation(self, violation: Violation) -> None:
+        if violation.severity != "info":
+            self.found[violation.rule] = self.found.get(violation.rule, 0) + 1
         recording = self.recording
         session = self.session
         context = self.context

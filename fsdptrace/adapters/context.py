@@ -74,6 +74,10 @@ class Owner(Protocol):
         """A step of ``model`` is over."""
         ...
 
+    def annotate(self, error: BaseException) -> None:
+        """Adds what is known to an exception that leaves the model."""
+        ...
+
 
 class Context:
     """Shared by all hooks of one recorded model in one process.
@@ -259,6 +263,7 @@ class Context:
             ev.EXCEPTION, next(self.ids), now, now, group, self.parent(),
             self.owner.text(name), unit, int(says_freed(error)),
         )  # fmt: skip
+        self.owner.annotate(error)
 
     def reset(self) -> None:
         """Forgets whatever was open: recording starts, or an exception left the run half way."""

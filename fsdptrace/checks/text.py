@@ -20,8 +20,8 @@ def size(number: int) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``3 units``, ``1 unit``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """``3 units``, ``1 unit``, ``2 processes``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def pattern(fqn: str) -> str:

@@ -172,6 +172,40 @@ def demo(
         raise typer.Exit(FOUND)
 
 
+@app.command(
+    name="run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run_command(
+    context: typer.Context,
+    out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="folder for the files; else ./fsdptrace-out")] = None,  # noqa: UP045
+    on_violation: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="raise|warn|record", help="what is done about a violation; or rule=action,*=action"),
+    ] = None,
+    export: Annotated[Optional[list[str]], typer.Option(metavar="NAME", help="exporters to start")] = None,  # noqa: UP045
+    detail: Annotated[Optional[str], typer.Option(metavar="auto|full|summary", help="which events are written")] = None,  # noqa: UP045
+) -> None:
+    """Runs a command and records every Python process that it starts: `fsdptrace run -- torchrun train.py`.
+
+    The exit status and the output are the command's own; one line at the end, on standard error, says what was seen.
+    """
+    from fsdptrace.cli import run as runner
+
+    command = [argument for i, argument in enumerate(context.args) if i or argument != "--"]
+    given = {"OUT": out, "ON_VIOLATION": on_violation, "EXPORT": ",".join(export or ()), "DETAIL": detail}
+    environment = {f"FSDPTRACE_{name}": str(value) for name, value in given.items() if value}
+    with _clear():
+        if not command:
+            raise ValueError("run: no command given; use `fsdptrace run -- python train.py`")
+        from fsdptrace.options import check_environment
+
+        check_environment(environment)
+        code, seen = runner.run(command, environment)
+    if seen is not None:
+        print(seen.line(), file=sys.stderr)
+    runner.end_like(code)
+
+
 def run() -> None:
     """The command, as the console script calls it."""
     for stream in (sys.stdout, sys.stderr):

@@ -1,0 +1,46 @@
+"""What fsdptrace knows, put on an exception as it leaves a recorded step: the last words of a dying run."""
+
+from __future__ import annotations
+
+from fsdptrace import events as ev
+from fsdptrace.checks.policy import logger
+from fsdptrace.checks.text import count, size
+from fsdptrace.checks.tracker import Tracker
+
+
+def describe(tracker: Tracker, violations: dict[str, int]) -> str:
+    """The note: what is gathered, what of it is past its backward and who asked for the first, what was found so far."""
+    model = tracker.map.root
+    held = [group for group in tracker.groups if group.open or group.pending]
+    if held:
+        most = sorted(held, key=lambda group: -group.bytes)[:3]
+        text = (
+            f"fsdptrace: {model}: {size(sum(group.bytes for group in held))} of parameters are gathered in "
+            f"{count(len(held), 'unit')}, most in {', '.join(f'{group.name} {size(group.bytes)}' for group in most)}"
+        )
+    else:
+        text = f"fsdptrace: {model}: no parameters are gathered"
+    text += f" (step {tracker.step_number})."
+    past = [group for group in tracker.past_backward() if group.opened > group.over or group.open]
+    if past:
+        first = min(past, key=lambda group: group.opened)
+        _, direction, mode = ev.unpack_how(first.opened_how)
+        who = f"the {mode} {direction} prefetch of {tracker.name(first.opened_by)}" if direction else mode or "its own hook"
+        total, verb = size(sum(group.bytes for group in past)), "are" if len(past) > 1 else "is"
+        text += (
+            f" {len(past):,} of them, {total}, {verb} past their backward: the first, {first.name}, was gathered at "
+            f"event {first.opened} by {who}."
+        )
+    if violations:
+        found = ", ".join(f"{rule} {count(times, 'time')}" for rule, times in violations.items())
+        text += f" Found so far: {found}."
+    return text
+
+
+def put_on(error: BaseException, note: str) -> None:
+    """Adds ``note`` to ``error`` (``add_note``; on Python 3.10, which has none, it is logged). ``args`` stay as they are."""
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
+    else:
+        logger().error(note)
