@@ -38,7 +38,7 @@ class GroupState:
         blamed: ``seq`` of an unshard that a rule has reported, so that no other rule says it again.
         flags: the group's switches as bits, in the order of ``events.FLAGS``.
         previous: the group whose post-forward came before its own in the last forward; ``began`` whether it was the first one
-            of its root in it.
+            of its root in it and an earlier pass may have left something in the order list.
     """
 
     __slots__ = (
@@ -257,6 +257,9 @@ class Tracker:
             state.over_in = self.backward_number
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if not e and self.map.units[a].sharded:  # its list was empty: nothing of an earlier pass
+            for first in self._began.values():
+                self.groups[first].began = False
         self._began.clear()
         self._last.clear()
 

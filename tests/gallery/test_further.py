@@ -284,10 +284,10 @@ class TestPendingGather:
         model[0].set_modules_to_forward_prefetch([model[1]])
         optimizer = sgd(model)
         with watch(model, on_violation="raise") as rec:
-            for _ in range(2):
-                with torch.no_grad():
-                    model[0](data()) if model[0]._get_fsdp_state()._is_root is False else None
-                step(model, optimizer)
+            step(model, optimizer)
+            with torch.no_grad():
+                model[0](data())  # layer 1 is gathered ahead and stays pending,
+            step(model, optimizer)  # until this forward uses it
         verdict(rec).silent()
 
     def test_silent_for_a_frozen_unit(self, fake_pg: Any, watch: Any) -> None:
@@ -334,7 +334,8 @@ class TestUnusedGather:
         assert "probe.set_modules_to_backward_prefetch([...])" in found.violations[0].hint
 
     def test_a_gradient_of_a_tensor_in_the_middle(self, fake_pg: Any, watch: Any) -> None:
-        # autograd.grad with respect to layer 1's output stops there; layer 2's pre-backward has gathered layer 1.
+        # autograd.grad with respect to layer 1's output stops there. The hook on that tensor has run, though: layer 1 was
+        # gathered (used, so to speak), and it has gathered layer 0, for which nothing comes.
         model = layers(fake_pg(2), 4)
         kept: list[torch.Tensor] = []
         model[1].register_forward_hook(lambda m, args, out: kept.append(out))
@@ -342,8 +343,7 @@ class TestUnusedGather:
             torch.autograd.grad(model(data()).sum(), kept)
             rec.step()
         found = verdict(rec)
-        assert [v.fqn for v in found.of("unused-gather")] in ([], ["0"], ["1"])
-        assert [v for v in found.violations if v.severity == "error"] == []
+        found.reads("0 warning unused-gather 0 256")
 
     def test_silent_when_everything_has_a_backward(self, fake_pg: Any, watch: Any) -> None:
         model = Calls(lambda self, x: self.b(self.a(x)) + self.c(self.a(x)), a=linear(), b=linear(), c=linear())

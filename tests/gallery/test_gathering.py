@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +11,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import checkpoint
 
+from fsdptrace.adapters import legacy
 from gallery.models import DIM, checkpointed_layers, data, layers, linear, sgd, shard, steps
 from gallery.verdict import verdict
 from support.models import Calls
@@ -19,16 +21,10 @@ from support.torches import RECOMPUTE, since
 
 
 @pytest.fixture
-def old_bookkeeping(monkeypatch: pytest.MonkeyPatch) -> None:
+def old_bookkeeping() -> Iterator[None]:
     """The post-forward of torch 2.9 and older: a recomputation too frees the unit and puts it in the order list."""
-
-    def post_forward(self: Any, module: Any, input: Any, output: Any) -> Any:
-        self.reshard()
-        self._record_post_forward()
-        self._training_state = TrainingState.IDLE
-        return output
-
-    monkeypatch.setattr(FSDPParamGroup, "post_forward", post_forward)
+    with legacy.old_bookkeeping():
+        yield
 
 
 # -- nested_moe_checkpoint_leak ----------------------------------------------------------------------------------------
@@ -100,6 +96,83 @@ def test_nested_moe_as_installed(fake_pg: Any, watch: Any) -> None:
     model = moe(fake_pg(2))
     with watch(model, on_violation="raise") as rec:
         steps(model, 2, lambda: model(tokens()).square().mean())
+    verdict(rec).reads("")
+
+
+def nested_layers(
+    mesh: Any, units: str, last: bool = True, regions: str = "block", inp: bool = True, **options: Any
+) -> nn.Module:
+    """Three checkpointed blocks ``x + tanh(b(relu(a(c(x)))))``, or without ``x + tanh()`` where not ``last``, so that they end
+    in ``b``. Of ``a``, ``b`` and the block (``o``) those in ``units`` are wrapped; the first two hold 256 bytes. The
+    checkpointed regions are the blocks, or one over ``all``. ``inp`` puts a unit in front."""
+
+    def block() -> nn.Module:
+        def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = self.b(torch.relu(self.a(self.c(x))))
+            return x + y.tanh() if last else y
+
+        return Calls(run, a=linear(), b=linear(), c=linear())
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        if regions == "all":
+            return checkpoint(self.blocks, x, use_reentrant=False)
+        for one in self.blocks:
+            x = checkpoint(one, x, use_reentrant=regions == "reentrant")
+        return x
+
+    model = Calls(run, inp=linear() if inp else nn.Identity(), blocks=nn.Sequential(*[block() for _ in range(3)]))
+    if inp:
+        fully_shard(model.inp, mesh=mesh)
+    for one in model.blocks:
+        for unit in units:
+            fully_shard(one if unit == "o" else getattr(one, unit), mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh)
+
+
+OLD_LEAKS: dict[str, tuple[dict[str, Any], str]] = {
+    # What the old bookkeeping makes of other shapes. List after the forward: inp a0 b0 o0 a1 b1 o1 a2 b2 o2, index 0 to 9. The
+    # recomputation of block 2 appends a2 b2 (10, 11), of block 1 a1 b1 (12, 13), of block 0 a0 b0 (14, 15). b2 at 11 prefetches
+    # a2, a2 at 10 finds o2, open; o1 at 6 prefetches b1; a1 at 12 finds b2 at 11, which is over; a0 at 14 finds b1 at 13.
+    "both inside": ({"units": "abo"}, "blocks.2.b 256 by blocks.1.a, blocks.1.b 256 by blocks.0.a"),
+    # The same with nothing freed after the forward: what is over is closed, the others are open.
+    "kept open": (
+        {"units": "abo", "reshard_after_forward": False}, "blocks.2.b 256 by blocks.1.a, blocks.1.b 256 by blocks.0.a"
+    ),
+    "kept open, nothing in front": (
+        {"units": "abo", "inp": False, "reshard_after_forward": False},
+        "blocks.2.b 256 by blocks.1.a, blocks.1.b 256 by blocks.0.a",
+    ),
+    # inp b0 o0 b1 o1 b2 o2, then b2 (7), b1 (8), b0 (9): b2 finds o2, open; b1 finds b2; b0 finds b1.
+    "the last one inside": ({"units": "bo"}, "blocks.2.b 256 by blocks.1.b, blocks.1.b 256 by blocks.0.b"),
+    # The recomputation stops inside b, as soon as the last saved tensor is there: no post-forward, nothing appended.
+    "nothing after it": ({"units": "bo", "last": False}, ""),
+    # inp o0 o1 o2. o2's backward recomputes all: o0 (4), o1 (5), while o2 is in its backward and returns early. o1 finds o0 and
+    # uses it up; o0 at 4 finds o2 at 3. Three weights: 768 bytes.
+    "one region over all": ({"units": "o", "regions": "all"}, "blocks.2 768 by blocks.0"),
+    # Every layer puts itself in once more: o2 (4) finds itself, o1 (5) finds o2, o0 (6) finds o1.
+    "reentrant": ({"units": "o", "regions": "reentrant"}, "blocks.2 768 by blocks.1, blocks.1 768 by blocks.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", OLD_LEAKS)
+def test_other_shapes_of_the_leak(fake_pg: Any, watch: Any, old_bookkeeping: None, shape: str) -> None:
+    how, expected = OLD_LEAKS[shape]
+    model = nested_layers(fake_pg(2), **how)
+    with watch(model) as rec:
+        steps(model, 1)
+    found = verdict(rec)
+    assert {(v.rule, v.severity, v.step) for v in found.violations} <= {("gather-after-backward", "error", 0)}
+    issuers = [re.search(r"backward prefetch of (\S+) gathered", v.message)[1] for v in found.violations]
+    assert ", ".join(f"{v.fqn} {v.bytes} by {by}" for v, by in zip(found.violations, issuers, strict=True)) == expected
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("shape", OLD_LEAKS)
+def test_other_shapes_as_installed(fake_pg: Any, watch: Any, shape: str) -> None:
+    model = nested_layers(fake_pg(2), **OLD_LEAKS[shape][0])
+    with watch(model, on_violation="raise") as rec:
+        steps(model, 2)
     verdict(rec).reads("")
 
 

@@ -11,6 +11,7 @@ import fsdptrace
 from fsdptrace import Violation
 from fsdptrace import events as ev
 from fsdptrace.adapters.compat import release_of
+from fsdptrace.analysis import check
 from fsdptrace.checks import registry
 from fsdptrace.checks.engine import Engine
 from fsdptrace.events import Texts
@@ -91,6 +92,9 @@ def same_over_the_file(rec: fsdptrace.Recording) -> None:
     online = sorted(map(key, session.violations), key=str)
     again = sorted(map(key, found), key=str)
     assert again == online
+    result = check(path.parent)
+    assert (result.new, result.gone, result.incomplete) == (0, 0, 0), result.notes
+    assert sum(finding.times for finding in result.findings) == len(online)
 
 
 def over_the_file(path: Path, options: Any) -> list[Violation]:
