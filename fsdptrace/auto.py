@@ -130,7 +130,8 @@ class AutoRecording(Recording):
         if not tally:
             return
         writer = self.session.writer
-        steps = {model: running.step for model, running in self.session.ring.running.items()}
+        # The last step of a model that was let go had nobody to end it: it counts all the same.
+        steps = {model: running.step + bool(running.records) for model, running in self.session.ring.running.items()}
         body = {
             "models": self.seen,
             "steps": sum(steps.values()),

@@ -25,7 +25,9 @@ def describe(tracker: Tracker, violations: dict[str, int]) -> str:
     if past:
         first = min(past, key=lambda group: group.opened)
         _, direction, mode = ev.unpack_how(first.opened_how)
-        who = f"the {mode} {direction} prefetch of {tracker.name(first.opened_by)}" if direction else mode or "its own hook"
+        who = "a call of unshard()" if mode == "manual" else "its own hook"
+        if direction:
+            who = f"the {mode} {direction} prefetch of {tracker.name(first.opened_by)}"
         total, verb = size(sum(group.bytes for group in past)), "are" if len(past) > 1 else "is"
         text += (
             f" {len(past):,} of them, {total}, {verb} past their backward: the first, {first.name}, was gathered at "
