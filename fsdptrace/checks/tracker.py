@@ -92,7 +92,7 @@ class GroupState:
         self.rejoined = False
         self.training = 4
         self.previous = ev.NONE
-        self.began = False
+        self.began = True  # not known until a forward of it was seen
         self.flags = flags
         self.freed = 0
         self.freed_cause = 0

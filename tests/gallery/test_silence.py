@@ -1098,6 +1098,388 @@ def recorded_step_by_step_without_an_optimizer(mesh: Any) -> Any:
     return [model], lambda: model(ids()).square().mean().backward()
 
 
+# -- further -----------------------------------------------------------------------------------------------------------
+@legal()
+def stages_of_a_pipeline(mesh: Any) -> Any:
+    # Two stages of one process, each a root of its own, two micro-batches in flight.
+    one, two = blocks(mesh, 2), blocks(mesh, 2)
+    optimizer = sgd(nn.ModuleList([one, two]))
+
+    def run() -> None:
+        outputs = []
+        for _ in range(2):
+            middle = one(data())
+            leaf = middle.detach().requires_grad_()
+            outputs.append((middle, leaf, two(leaf)))
+        for i, (middle, leaf, out) in enumerate(outputs):
+            for stage in (one, two):
+                stage.set_is_last_backward(i == 1)
+                stage.set_requires_gradient_sync(i == 1)
+            out.square().mean().backward()
+            middle.backward(leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [one, two], run
+
+
+@legal()
+def generation_then_training(mesh: Any) -> Any:
+    # Reinforcement learning: the units opened once for many forwards, closed again, then a training step.
+    model = with_root(mesh)
+
+    def loss() -> None:
+        with evaluating(model):
+            for block in model.blocks:
+                block.unshard()
+            for _ in range(3):
+                model(ids())
+            for block in model.blocks:
+                block.reshard()
+        model(ids()).square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal(FLAG)
+def generation_kept_open(mesh: Any) -> Any:
+    model = with_root(mesh)
+
+    def loss() -> None:
+        with evaluating(model):
+            model.set_reshard_after_forward(False)
+            for _ in range(3):
+                model(ids())
+            model.set_reshard_after_forward(True)
+            for unit in (model, *model.blocks):
+                unit.reshard()
+        model(ids()).square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal()
+def preferences(mesh: Any) -> Any:
+    # DPO: a frozen reference runs without grad, the policy twice with one backward.
+    policy, reference = blocks(mesh, 2), blocks(mesh, 2)
+    reference.requires_grad_(False)
+
+    def loss() -> None:
+        good, bad = data(), data()
+        with torch.no_grad():
+            wanted = reference(good) - reference(bad)
+        (policy(good) - policy(bad) - wanted).square().mean().backward()
+
+    return trained(policy, loss, reference)
+
+
+@legal()
+def changed_in_place_where_that_is_fine(mesh: Any) -> Any:
+    # The unit's output is no view: its hook stays with the value from before the change.
+    model = Calls(lambda self, x: self.b(self.a(x).relu_()), a=nn.Linear(DIM, DIM), b=nn.Linear(DIM, DIM))
+    shard(model, [model.a, model.b], mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal()
+def penalty_on_the_parameters(mesh: Any) -> Any:
+    model = blocks(mesh)
+
+    def loss() -> None:
+        penalty = sum(p.square().sum() for p in model.parameters())
+        (model(data()).square().mean() + 0.01 * penalty.full_tensor()).backward()
+
+    return trained(model, loss)
+
+
+@legal()
+def loss_on_the_parameters_alone(mesh: Any) -> Any:
+    model = blocks(mesh)
+
+    def loss() -> None:
+        model(data()).square().mean().backward()
+        sum(p.square().sum() for p in model.parameters()).backward()
+
+    return trained(model, loss)
+
+
+@legal()
+def keyword_inputs(mesh: Any) -> Any:
+    unit = Calls(lambda self, *, x, mask=None, scale=2: self.a(x) * scale, a=linear())
+    model = Calls(lambda self, x: self.unit(x=self.first(x), mask=x > 0), first=linear(), unit=unit)
+    shard(model, [model.first, model.unit], mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal()
+def containers_as_inputs(mesh: Any) -> Any:
+    unit = Calls(lambda self, batch: {"x": self.a(batch["x"][0])}, a=linear())
+    model = Calls(
+        lambda self, x: self.last(self.unit({"x": (self.first(x), 1)})["x"]), first=linear(), unit=unit, last=linear()
+    )  # fmt: skip
+    shard(model, [model.first, model.unit, model.last], mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal()
+def frozen_and_trainable_in_one_unit(mesh: Any) -> Any:
+    model = nn.Sequential(*[Block(DIM) for _ in range(3)])
+    for block in model:
+        block.up.requires_grad_(False)
+    shard(model, list(model), mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal()
+def frozen_all_but_the_head(mesh: Any) -> Any:
+    model = with_root(mesh)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("head"))
+    return trained(model, lambda: model(ids()).square().mean().backward())
+
+
+@legal()
+def frozen_below_with_prompts(mesh: Any) -> Any:
+    # Prompt tuning: the input carries the only gradient through frozen units.
+    model = Calls(lambda self, x: self.b(self.a(x + self.prompt)), a=linear(), b=linear())
+    model.requires_grad_(False)
+    model.prompt = nn.Parameter(torch.zeros(DIM))
+    shard(model, [model.a, model.b], mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal()
+def optimizer_with_a_closure(mesh: Any) -> Any:
+    model = with_root(mesh)
+    optimizer = sgd(model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(ids()).square().mean()
+        loss.backward()
+        return loss
+
+    return [model], lambda: optimizer.step(closure)
+
+
+@legal()
+def steps_without_a_backward(mesh: Any) -> Any:
+    model = with_root(mesh)
+    optimizer = sgd(model)
+
+    def run() -> None:
+        model(ids()).square().mean().backward()
+        optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [model], run
+
+
+@legal()
+def gradients_kept_over_steps(mesh: Any) -> Any:
+    model = with_root(mesh)
+    optimizer = sgd(model)
+
+    def run() -> None:
+        model(ids()).square().mean().backward()
+        optimizer.step()
+
+    return [model], run
+
+
+@legal()
+def autocast(mesh: Any) -> Any:
+    model = blocks(mesh)
+
+    def loss() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(data())
+        out.float().square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal(RECOMPUTE)
+def checkpointing_ends_in_a_unit(mesh: Any) -> Any:
+    # Recomputation stops early inside the last unit of the block, whose post-forward then never comes.
+    model = Checkpointed(
+        [Calls(lambda self, x: self.b(self.a(x).relu()), a=linear(), b=linear()) for _ in range(3)], use_reentrant=False
+    )
+    for block in model.blocks:
+        shard(block, [block.b], mesh)
+    fully_shard(model, mesh=mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_without_early_stop(mesh: Any) -> Any:
+    from torch.utils.checkpoint import set_checkpoint_early_stop
+
+    model = Checkpointed([Block(DIM) for _ in range(3)], use_reentrant=False)
+    for block in model.blocks:
+        shard(block, [block.down], mesh)
+    fully_shard(model, mesh=mesh)
+
+    def loss() -> None:
+        with set_checkpoint_early_stop(False):
+            model(data()).square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal(RECOMPUTE)
+def checkpointing_inside_checkpointing(mesh: Any) -> Any:
+    def inner(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(self.a, x, use_reentrant=False).relu()
+
+    model = Checkpointed([Calls(inner, a=Block(DIM)) for _ in range(2)], use_reentrant=False)
+    for block in model.blocks:
+        shard(block, [block.a], mesh)
+    fully_shard(model, mesh=mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_of_frozen_units(mesh: Any) -> Any:
+    model = Checkpointed([Block(DIM) for _ in range(3)], use_reentrant=False)
+    model.blocks[1].requires_grad_(False)
+    shard(model, list(model.blocks), mesh)
+    return trained(model, lambda: model(data(grad=True)).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_reentrant_of_frozen_units(mesh: Any) -> Any:
+    model = Checkpointed([Block(DIM) for _ in range(3)], use_reentrant=True)
+    model.blocks[1].requires_grad_(False)
+    shard(model, list(model.blocks), mesh)
+    return trained(model, lambda: model(data(grad=True)).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_kept_open_nested(mesh: Any) -> Any:
+    model = Checkpointed([Block(DIM) for _ in range(3)], use_reentrant=False)
+    for block in model.blocks:
+        shard(block, [block.up], mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_on_a_smaller_mesh(mesh: Any) -> Any:
+    model = Checkpointed([Block(DIM) for _ in range(3)], use_reentrant=False)
+    for block in model.blocks:
+        shard(block, [block.up], mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def checkpointing_a_unit_used_twice(mesh: Any) -> Any:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.cell, x, use_reentrant=False)
+        return self.out(x)
+
+    model = Calls(run, cell=Block(DIM), out=linear())
+    shard(model, [model.cell, model.out], mesh)
+    return trained(model, lambda: model(data()).square().mean().backward())
+
+
+@legal(RECOMPUTE)
+def pipeline_with_checkpointing(mesh: Any) -> Any:
+    model = Checkpointed([Block(DIM) for _ in range(2)], use_reentrant=False)
+    shard(model, list(model.blocks), mesh)
+
+    def loss() -> None:
+        outputs = [model(data(grad=True)) for _ in range(3)]
+        for i, out in enumerate(outputs):
+            model.set_is_last_backward(i == 2)
+            model.set_requires_gradient_sync(i == 2)
+            out.square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal(RECOMPUTE)
+def forward_in_the_backward_of_another(mesh: Any) -> Any:
+    # Overlapped schedules: the next forward of one model runs inside the backward of the other and is backed later.
+    one, two = blocks(mesh, 2), blocks(mesh, 2)
+    optimizer = sgd(nn.ModuleList([one, two]))
+
+    def run() -> None:
+        kept: list[torch.Tensor] = []
+        handle = one[0].register_forward_hook(
+            lambda m, a, out: out.register_hook(lambda g: (kept.append(_with_grad(two, data())), None)[1]) and None
+        )
+        one(data()).square().mean().backward()
+        handle.remove()
+        kept[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [one, two], run
+
+
+def _with_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return model(x)
+
+
+@legal()
+def a_part_of_the_model_is_recorded(mesh: Any) -> Any:
+    whole = Calls(lambda self, x: self.tail(self.body(x)), body=blocks(mesh, 2, root=False), tail=linear())
+    shard(whole, [whole.tail], mesh)
+    whole(data())
+    [body], run = trained(whole.body, lambda: whole(data()).square().mean().backward())
+    return [body], run
+
+
+@legal()
+def a_trainer_around_the_model(mesh: Any) -> Any:
+    class Trainer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = with_root(mesh)
+
+        def training_step(self) -> torch.Tensor:
+            return self.model(ids()).square().mean()
+
+    trainer = Trainer()
+    return trained(trainer, lambda: trainer.training_step().backward())
+
+
+@legal()
+def tied_weights_in_the_root(mesh: Any) -> Any:
+    def run(self: Any, i: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.emb(i)))
+
+    model = Calls(run, emb=nn.Embedding(20, DIM), block=Block(DIM), head=nn.Linear(DIM, 20, bias=False))
+    model.head.weight = model.emb.weight
+    shard(model, [model.block], mesh)
+    return trained(model, lambda: model(ids()).square().mean().backward())
+
+
+@legal()
+def embedding_not_gathered_in_the_backward(mesh: Any) -> Any:
+    model = Calls(lambda self, i: self.block(self.emb(i)), emb=nn.Embedding(20, DIM), block=Block(DIM))
+    shard(model, [model.emb, model.block], mesh)
+    model.emb.set_unshard_in_backward(False)
+    return trained(model, lambda: model(ids()).square().mean().backward())
+
+
+@legal()
+def backward_for_some_inputs(mesh: Any) -> Any:
+    model = blocks(mesh)
+
+    def loss() -> None:
+        x = data(grad=True)
+        model(x).square().mean().backward(inputs=[x])
+        model(data()).square().mean().backward()
+
+    return trained(model, loss)
+
+
 # -- the tests ---------------------------------------------------------------------------------------------------------
 def every(programs: list[Program]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("program", [pytest.param(p, id=p.build.__name__, marks=p.marks) for p in programs])
@@ -1121,6 +1503,32 @@ def test_legal_step_by_step(fake_pg: Any, watch: Any, program: Program) -> None:
             run()
             rec.step()
     verdict(rec).silent()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_recording_that_begins_between_forward_and_backward(fake_pg: Any, watch: Any, keep: bool) -> None:
+    model = blocks(fake_pg(2), reshard_after_forward=not keep)
+    optimizer = sgd(model)
+    with torch.no_grad():
+        model(data())
+    out = model(data())
+    with watch(model, on_violation="raise") as rec:
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps(model, 2, optimizer=optimizer)
+    verdict(rec).silent()
+
+
+def test_recording_that_ends_between_forward_and_backward(fake_pg: Any, watch: Any) -> None:
+    model = with_root(fake_pg(2), reshard_after_forward=False)
+    with watch(model, on_violation="raise") as rec:
+        out = model(ids())
+    out.square().mean().backward()
+    with watch(model, on_violation="raise") as again:
+        steps(model, 2, lambda: model(ids()).square().mean())
+    verdict(again).silent()
+    assert not rec.violations
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
