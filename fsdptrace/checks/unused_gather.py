@@ -19,7 +19,8 @@ class UnusedGather(Rule):
     explanation: ClassVar[str] = (
         "The all-gather took its time on the wire and its bytes of memory for nothing. FSDP2 prefetches in the backward by "
         "the reverse order of the forward; when only a part of the forward has a backward (some heads, a detached "
-        "branch), it gathers units that the backward never visits."
+        "branch), it gathers units that the backward never visits. A frozen unit in front of the first trainable one, and what "
+        "an earlier pass left in the order list, are gathered that way in every release: `info`."
     )
     example: ClassVar[str] = (
         "outputs = model(x)                       # four heads\n"
