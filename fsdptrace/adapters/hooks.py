@@ -66,10 +66,8 @@ class GroupHooks:
         self.id = info.id
         self.bytes = info.bytes
         self.flags = usual_flags(info)
-        self.measured = False
-        self.reduction: tuple[int, int, int, int] | None = None
-        self.factor: float | None = None
-        self.dtype = 0
+        self.known: list[int] = []
+        self.reduced: list[Any] = []
         self.shared_with_others = False
         self.others: dict[str, Any] = {}
         self.wrappers: dict[str, Wrapper] = {
@@ -133,8 +131,8 @@ class GroupHooks:
         if group is None or self.shared_with_others or not self.wrappers.keys().isdisjoint(group.__dict__):
             return False
         self.group = group
-        self.measured = False
-        self.reduction = None
+        self.known.clear()
+        self.reduced.clear()
         groups, params = self._cells
         for cell in groups:
             cell.cell_contents = group
@@ -154,6 +152,7 @@ class GroupHooks:
         smaller_mesh = post_world not in (1, world_of)
         usual_dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
         unsharded = type(group._sharded_state).UNSHARDED
+        known = self.known  # bytes and dtype of a gather, once measured
 
         def unshard(async_op: bool = False) -> Any:
             t0 = clock()
@@ -187,11 +186,8 @@ class GroupHooks:
                     how += noop
                 elif group._all_gather_result is None:
                     how += DISABLED
-                elif self.measured:
-                    size = self.bytes
-                    dtype = self.dtype
                 else:
-                    size, dtype = self.measure(group._all_gather_result)
+                    size, dtype = known or self.measure(group._all_gather_result)
                 context = shared[CONTEXT]
                 append((1, seq, t0, t1, gid, parent, context, size, world, dtype, issuer, how))
                 handler(seq, gid, context, size, world, dtype, issuer, how)
@@ -205,15 +201,13 @@ class GroupHooks:
 
     def measure(self, gathered: Any) -> tuple[int, int]:
         """Bytes and dtype of a gather as PyTorch made it. They do not vary while the hooks are on, so that once is enough."""
-        self.measured = True
         if gathered.all_gather_input_split_sizes:
             output = gathered.all_gather_output
-            self.bytes = output.numel() * output.element_size()
-            self.dtype = dtype_number(output.dtype)
+            self.known[:] = output.numel() * output.element_size(), dtype_number(output.dtype)
         else:  # a world of one since torch 2.9: nothing travels, the copy is made all the same
-            self.bytes = self.info.bytes
-            self.dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
-        return self.bytes, self.dtype
+            self.known[:] = self.info.bytes, ev.DTYPE_NUMBER.get(self.info.dtype, 0)
+        self.bytes = self.known[0]
+        return self.bytes, self.known[1]
 
     def _wait(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
@@ -250,11 +244,13 @@ class GroupHooks:
         append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.RESHARD]
         orig = self.method(name)
-        nothing_to_do = to + 1
+        states = type(group._sharded_state)
+        nothing_to_do = states.SHARDED_POST_FORWARD if to else states.SHARDED
+        unsharded = states.UNSHARDED
 
         def to_sharded() -> Any:
-            before = group._sharded_state._value_
-            if before == nothing_to_do:
+            before = group._sharded_state
+            if before is nothing_to_do:
                 return orig(group)
             t0 = clock()
             seq = next(ids)
@@ -269,7 +265,7 @@ class GroupHooks:
                     caller = sys._getframe(1).f_code.co_name
                     cause = 2 if caller == "to_sharded_hook" else 3 if caller == "_reset_iter_state" else 1
                 context = shared[CONTEXT]
-                size = self.bytes if before == UNSHARDED else 0
+                size = self.bytes if before is unsharded else 0
                 append((3, seq, t0, t1, gid, parent, context, size, to, cause, 0, 0))
                 handler(seq, gid, context, size, to, cause, 0, 0)
             except Exception as error:
@@ -420,11 +416,13 @@ class GroupHooks:
     def _post_backward(self) -> Wrapper:
         c, group, gid = self.context, self.group, self.id
         append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
-        handler = c.on[ev.POST_BACKWARD]
+        handler, scattered = c.on[ev.POST_BACKWARD], c.on[ev.REDUCE_SCATTER]
         orig = self.method("post_backward")
         params = group.fsdp_params
         entered = ev.POST_BACKWARD + GROUP_UNIT * gid
         flush, model = owner.before_collective, c.model
+        trainable, world, plain = self.info.trainable, self.info.world, self.info.replicate_world == 1
+        reduced = self.reduced
 
         def post_backward(*unused: Any) -> Any:
             if not shared[BACKWARD_SEQ]:
@@ -435,7 +433,8 @@ class GroupHooks:
             shared[PARENT] = seq
             before = group._training_state._value_
             grads = count_gradients(params)
-            if grads and group.reduce_grads:
+            reduces = group.reduce_grads
+            if grads and reduces:
                 shared[ENTERED] = entered
                 if flush is not None:
                     flush(model)
@@ -452,9 +451,17 @@ class GroupHooks:
                 flags = flags_of(group)
                 if flags != self.flags:
                     self.flags_changed(flags, seq)
-                if flags & 1 and (grads or getattr(group, "reduce_scatter_unused_params", False)):
-                    self._reductions(seq, t0, t1, grads, flags)
                 context = shared[CONTEXT]
+                if not reduces:
+                    pass
+                elif plain and grads == trainable and reduced and group.gradient_divide_factor is reduced[3]:
+                    # All gradients were there, as when it was measured: the usual case, without a look at the buffer.
+                    size, dtype, op, _ = reduced
+                    number = next(ids)
+                    append((10, number, t0, t1, gid, seq, context, size, world, dtype, grads, op))
+                    scattered(number, gid, context, size, world, dtype, grads, op)
+                elif grads or getattr(group, "reduce_scatter_unused_params", False):
+                    self._reductions(seq, t0, t1, grads, flags)
                 after = group._training_state._value_
                 by = 1 if shared[FINAL] else 0 if shared[BACKWARD_SEQ] else 2
                 append((9, seq, t0, t1, gid, outer or shared[TOP], context, before, after, by, grads, 0))
@@ -470,34 +477,25 @@ class GroupHooks:
     def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> None:
         """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued."""
         info, group, c = self.info, self.group, self.context
-        factor = getattr(group, "gradient_divide_factor", None)
-        if self.reduction is not None and grads == info.trainable and factor is self.factor:
-            size, dtype, op, reduced = self.reduction  # all gradients were there, as when it was measured
-        else:
-            buffer = last_reduce_scatter_input(group.comm_ctx)
-            if buffer is None:
-                return
-            # With reduce_scatter_unused_params and nothing ever gathered there is nothing to reduce either.
-            if not grads and group._sharded_state._value_ != UNSHARDED and not any_unsharded(group.fsdp_params):
-                return
-            size, dtype = buffer.numel() * buffer.element_size(), dtype_number(buffer.dtype)
-            del buffer
-            op = reduce_op(group, dtype, info)
-            state = group._all_reduce_state
-            reduced = size // info.world
-            if state is not None:
-                reduced = state.all_reduce_input.numel() * state.all_reduce_input.element_size()
-            if grads == info.trainable:
-                self.reduction, self.factor = (size, dtype, op, reduced), factor
-        context = c.shared[CONTEXT]
+        buffer = last_reduce_scatter_input(group.comm_ctx)
+        if buffer is None:
+            return
+        # With reduce_scatter_unused_params and nothing ever gathered there is nothing to reduce either.
+        if not grads and group._sharded_state._value_ != UNSHARDED and not any_unsharded(group.fsdp_params):
+            return
+        size, dtype = buffer.numel() * buffer.element_size(), dtype_number(buffer.dtype)
+        del buffer
+        op = reduce_op(group, dtype, info)
+        if grads == info.trainable and info.world > 1 and hasattr(group, "gradient_divide_factor"):
+            self.reduced[:] = size, dtype, op, group.gradient_divide_factor
         if info.world > 1:
-            seq = next(c.ids)
-            c.append((10, seq, t0, t1, self.id, parent, context, size, info.world, dtype, grads, op))
-            c.on[ev.REDUCE_SCATTER](seq, self.id, context, size, info.world, dtype, grads, op)
+            c.emit(ev.REDUCE_SCATTER, next(c.ids), t0, t1, self.id, parent, size, info.world, dtype, grads, op)
         if info.replicate_world > 1 and flags & 2:
-            seq = next(c.ids)
-            c.append((11, seq, t0, t1, self.id, parent, context, reduced, info.replicate_world, dtype, grads, op))
-            c.on[ev.ALL_REDUCE](seq, self.id, context, reduced, info.replicate_world, dtype, grads, op)
+            state = group._all_reduce_state
+            total = size // info.world
+            if state is not None:
+                total = state.all_reduce_input.numel() * state.all_reduce_input.element_size()
+            c.emit(ev.ALL_REDUCE, next(c.ids), t0, t1, self.id, parent, total, info.replicate_world, dtype, grads, op)
 
     def _finalize_backward(self) -> Wrapper:
         c, group = self.context, self.group
@@ -630,10 +628,12 @@ class _Prefetch:
 def count_gradients(params: Any) -> int:
     """Parameters with an unsharded gradient, accumulated ones included. Looks at presence only, never at values."""
     found = 0
-    for param in params:
-        unsharded = param.__dict__.get("_unsharded_param")
-        if unsharded is not None and (unsharded.grad is not None or param.unsharded_accumulated_grad is not None):
-            found += 1
+    try:
+        for param in params:
+            if param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None:
+                found += 1
+    except AttributeError:  # a group that was never gathered has no unsharded parameters yet
+        return 0
     return found
 
 

@@ -99,8 +99,8 @@ class OptimizerSteps:
         shared[STEPPED] = 1
 
     def _holding(self, optimizer: Optimizer, model: InstalledModel) -> Holding:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        key = (len(params), id(params[0]) if params else 0, id(params[-1]) if params else 0)
+        lists = [group["params"] for group in optimizer.param_groups]
+        key = tuple(part for own in lists for part in (len(own), id(own[0]) if own else 0, id(own[-1]) if own else 0))
         known = self._known.setdefault(optimizer, {})
         holding = known.get(id(model))
         if holding is not None and holding.key == key:
@@ -113,6 +113,7 @@ class OptimizerSteps:
                 unsharded = param.__dict__.get("_unsharded_param")
                 if unsharded is not None:
                     copies.add(id(unsharded))
+        params = [param for own in lists for param in own]
         groups: dict[int, int] = {}
         temporary = foreign = 0
         for param in params:
