@@ -34,6 +34,8 @@ class Drain:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.lock = threading.RLock()
+        # Held for a whole look, so that a flush neither overtakes the thread nor finds it half way.
+        self._turn = threading.RLock()
         self.wake = threading.Event()
         self.stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,7 +55,7 @@ class Drain:
         # The first look comes at once: rank 0 says what the run is called, and others wait for it.
         while not self.stopping.is_set():
             try:
-                self.cycle(PAUSE)
+                self.cycle(PAUSE if self._session.options.flush == "none" else 0.0)
             except Exception as error:  # whatever happens here must not show in training
                 self._session.complain(f"the drain thread failed and the trace stops here: {error!r}")
                 return
@@ -105,6 +107,10 @@ class Drain:
 
     def cycle(self, pause: float) -> None:
         """One look: moves what is in the ring, writes what is wanted, beats the heart."""
+        with self._turn:
+            self._cycle(pause)
+
+    def _cycle(self, pause: float) -> None:
         session = self._session
         ring = session.ring
         ring.pump()
@@ -214,7 +220,7 @@ class Drain:
         collective: kind + 32 * group."""
         session = self._session
         session.settle_run_id()
-        with self.lock:
+        with self._turn, self.lock:
             session.ring.pump()
             if not session.open_file():
                 return

@@ -110,7 +110,7 @@ class Recorded:
         now = clock()
         ring = self.session.ring
         seq = next(context.ids)
-        data = (tracker.held, tracker.peak, past, ring.dropped, 0)
+        data = (tracker.held, tracker.peak, past, ring.dropped, tracker.past_peak)
         packed = context.shared[CONTEXT]
         try:
             # Rules first: what they find at the step belongs to the step that ends.

@@ -69,7 +69,7 @@ def scalars(step: Step, violations: int, dropped: int) -> dict[str, float]:
         "fsdp/step_seconds": summary.duration_ns / 1e9,
         "fsdp/unsharded_peak_bytes": float(summary.unsharded_peak),
         "fsdp/unsharded_bytes": float(summary.unsharded_bytes),
-        "fsdp/past_backward_bytes": float(summary.past_backward_bytes),
+        "fsdp/past_backward_peak_bytes": float(summary.past_backward_peak),
         "fsdp/gathers": float(sum(row.gathers for row in rows)),
         "fsdp/gathers_wasted": float(sum(row.wasted for row in rows)),
         "fsdp/gathered_bytes": float(sum(row.gathered_bytes for row in rows)),

@@ -56,7 +56,8 @@ class Summary:
         counts: events by kind.
         unsharded_bytes, unsharded_peak: open or pending at the end, and the peak, in bytes.
         peak_seq: event at the peak; ``peak_groups`` the groups that were open or pending then, largest first.
-        past_backward_bytes: open or pending at the end of the last step although the backward was over.
+        past_backward_bytes: open or pending at the end of the last step although the backward was over;
+            ``past_backward_peak`` the most at any time of a step that ended.
     """
 
     model: int
@@ -70,6 +71,7 @@ class Summary:
     peak_seq: int = 0
     peak_groups: list[tuple[str, int]] = field(default_factory=list)
     past_backward_bytes: int = 0
+    past_backward_peak: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -126,6 +128,7 @@ class Summariser:
         elif kind == ev.STEP:
             self._out.steps += 1
             self._out.past_backward_bytes = c
+            self._out.past_backward_peak = max(self._out.past_backward_peak, e)
 
     def _unshard(self, row: GroupSummary, seq: int, t0: int, pass_: int, size: int, world: int, how: int) -> None:
         if how % 4:

@@ -33,7 +33,7 @@ class StepLine:
         events: how many events it had.
         gathers: unshards in it, no-ops included; ``violations`` in it; ``dropped`` events of it that did not fit.
         unsharded_bytes, unsharded_peak, past_backward_bytes: at its end, at most during it, and at its end although the
-            backward was over.
+            backward was over; ``past_backward_peak`` at most at one time of it.
     """
 
     model: int
@@ -49,6 +49,7 @@ class StepLine:
     unsharded_bytes: int
     unsharded_peak: int
     past_backward_bytes: int
+    past_backward_peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ class _Reader:
             events=sum(counts.values()) + 1 if counts is not None else len(running.records) // ev.WIDTH + 1,
             gathers=(counts or {}).get("unshard", 0), violations=max(running.violations, (counts or {}).get("violation", 0)),
             dropped=dropped, unsharded_bytes=record[ev.A], unsharded_peak=record[ev.A + 1],
-            past_backward_bytes=record[ev.A + 2],
+            past_backward_bytes=record[ev.A + 2], past_backward_peak=record[ev.A + 4],
         )  # fmt: skip
         running.records.extend(record)
         running.last_end = line.t

@@ -115,7 +115,7 @@ class UnitSums:
         if part.line is not None:
             units.now = part.line.unsharded_bytes
             units.past_backward = part.line.past_backward_bytes
-            units.past_backward_peak = max(units.past_backward_peak, units.past_backward)
+            units.past_backward_peak = max(units.past_backward_peak, part.line.past_backward_peak)
         if part.line is None or not part.full:
             self._partial(units, part)
             return

@@ -28,7 +28,7 @@ class ModelReport:
         now, past_backward: bytes open or pending at the end of what was read, and those although the backward was over:
             largest over ranks, with that rank.
         peak: most bytes open or pending at one time.
-        past_backward_peak: largest ``past_backward_bytes`` of any step boundary.
+        past_backward_peak: largest ``past_backward_peak`` of any step: held at one time although the backward was over.
     """
 
     model: int

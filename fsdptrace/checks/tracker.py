@@ -35,6 +35,7 @@ class GroupState:
             post-forward of a forward with grad.
         late: in the running backward its post-backward ran in the root's final callback, after a pre-backward.
         input_grad: what went into its last forward with grad (see the event's field).
+        past: bytes of the copy while it is held although the backward is over, else 0.
         blamed: ``seq`` of an unshard that a rule has reported, so that no other rule says it again.
         flags: the group's switches as bits, in the order of ``events.FLAGS``.
         previous: the group whose post-forward came before its own in the last forward; ``began`` whether it was the first one
@@ -62,6 +63,7 @@ class GroupState:
         "opened_step",
         "over",
         "over_in",
+        "past",
         "paused",
         "pending",
         "previous",
@@ -103,6 +105,7 @@ class GroupState:
         self.grads = 0
         self.input_grad = 0
         self.blamed = 0
+        self.past = 0
 
     @property
     def name(self) -> str:
@@ -118,6 +121,7 @@ class Tracker:
         groups: one :class:`GroupState` per group.
         step: number of the running step.
         held, peak: bytes open or pending now, and their peak since the last step boundary.
+        past, past_peak: of these, bytes of groups whose backward is over (they wait for nobody), now and at most.
         backward: number of the running or last backward.
         in_backward: an event of a backward that has not ended was seen.
     """
@@ -128,6 +132,8 @@ class Tracker:
         self.step_number = 0
         self.held = 0
         self.peak = 0
+        self.past = 0
+        self.past_peak = 0
         self.backward_number = 0
         self.in_backward = False
         self._root_of = [_root_of(model_map, group.unit) for group in model_map.groups]
@@ -175,6 +181,8 @@ class Tracker:
         self.held = held = self.held + a
         if held > self.peak:
             self.peak = held
+        if self.in_backward and self.is_over(state):
+            self._lies_past(state)
 
     def wait(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
@@ -184,6 +192,9 @@ class Tracker:
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.freed = seq
+        if state.past:
+            self.past -= state.past
+            state.past = 0
         state.freed_cause = c
         if state.open:
             state.open = False
@@ -196,11 +207,17 @@ class Tracker:
         if state.pending:
             state.pending = False
             self.held -= state.bytes
+        if state.past:
+            self.past -= state.past
+            state.past = 0
 
     def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.used = True
         state.training = b
+        if state.past:  # used after all
+            self.past -= state.past
+            state.past = 0
         if a == 1:  # a further module of a grouped unit
             return
         if d == 1 and c != 3:
@@ -236,6 +253,9 @@ class Tracker:
             self._begin_backward()
         state = self.groups[group]
         state.used = True
+        if state.past:
+            self.past -= state.past
+            state.past = 0
         state.touched = True
         state.training = b
         if state.uses:
@@ -255,6 +275,14 @@ class Tracker:
         if state.touched and not state.uses and not state.paused and state.over_in != self.backward_number:
             state.over = seq
             state.over_in = self.backward_number
+            if state.open:
+                self._lies_past(state)
+
+    def _lies_past(self, state: GroupState) -> None:
+        """The group's copy is held although its backward is over."""
+        state.past = state.bytes
+        self.past += state.bytes
+        self.past_peak = max(self.past_peak, self.past)
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if not e and self.map.units[a].sharded:  # its list was empty: nothing of an earlier pass
@@ -280,6 +308,8 @@ class Tracker:
         state = self.groups[group]
         if state.open or state.pending:
             self.held -= state.bytes
+        self.past -= state.past
+        state.past = 0
         state.open = a == 3
         state.pending = bool(b)
         state.training = c
@@ -300,6 +330,7 @@ class Tracker:
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.step_number += 1
+        self.past_peak = self.past
         self.peak = self.held
         for state in self.groups:
             # What nobody came back for in a whole step will not come: heads that had no backward, an aborted pass.

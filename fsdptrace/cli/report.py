@@ -177,9 +177,9 @@ def memory(screen: Screen, model: ModelReport) -> None:
         screen.prose(f"held by {', '.join(shown)}{rest}", 8)
     elif peak.bytes:
         screen.prose("by which units is not in the files: that step was written as one line", 8)
-    past = f"past their backward at the end of the last step  {size(model.past_backward[0])}"
-    if model.past_backward_peak > model.past_backward[0]:
-        past += f" (of any step {size(model.past_backward_peak)})"
+    past = f"past their backward, at most  {size(model.past_backward_peak)}"
+    if model.past_backward[0]:
+        past += f" ({size(model.past_backward[0])} still at the end of the last step)"
     screen.prose(past, 2, "yellow" if model.past_backward_peak else "")
 
 
@@ -203,7 +203,7 @@ def step_table(screen: Screen, run: Run, every: bool) -> None:
     cells = [
         [
             str(line.step), *([str(line.model)] if many else []), str(rank), duration(line.duration_ns), f"{line.events:,}",
-            f"{line.gathers:,}", size(line.unsharded_peak), size(line.past_backward_bytes), f"{line.violations:,}",
+            f"{line.gathers:,}", size(line.unsharded_peak), size(line.past_backward_peak), f"{line.violations:,}",
             "full" if line.full else "one line",
         ]
         for rank, line in shown
