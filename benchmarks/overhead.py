@@ -1,6 +1,7 @@
 """What recording costs, as ratios of interleaved pairs in one run. ``make bench`` runs it; docs/overhead.md quotes it.
 
-These machines are shared and noisy: figures are medians of paired ratios of process CPU time, never absolute times.
+These machines are shared and noisy: steps are compared by the CPU time of the training thread, variants take turns, and two
+ratios are printed: of the medians, and of the lower quartiles (the quieter half).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,33 +58,35 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
     optimizer.zero_grad()
 
 
-def paired(run: Callable[[], None], variants: dict[str, Make], rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Ratio of CPU time against no tracer, per variant: median and 95 % interval over ``rounds`` interleaved pairs."""
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
+def interleaved(
+    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int
+) -> dict[str, tuple[float, float, float]]:
+    """CPU time of a step per variant, over ``rounds`` rounds in which the variants take turns for ``steps`` steps each (and one
+    to warm up). Returns per variant the ratio of medians and of lower quartiles against the first one, and the difference of
+    the lower quartiles in ns: on a shared machine the quieter half says more."""
+    times: dict[str, list[int]] = {name: [] for name in variants}
     for round_number in range(rounds):
         names = list(variants)
         for name in names if round_number % 2 else reversed(names):
             with variants[name]():
-                traced = _cpu(run)
-            plain = _cpu(run)
-            ratios[name].append(traced / plain)
-    return {name: _interval(values) for name, values in ratios.items()}
+                step()
+                for _ in range(steps):
+                    times[name].append(_cpu(step))
+    base = sorted(times[next(iter(variants))])
+    middle, low = base[len(base) // 2], base[len(base) // 4]
+    out = {}
+    for name, values in times.items():
+        ordered = sorted(values)
+        quarter = ordered[len(ordered) // 4]
+        out[name] = (ordered[len(ordered) // 2] / middle, quarter / low, float(quarter - low))
+    return out
 
 
 def _cpu(run: Callable[[], None]) -> int:
-    # The training thread's own CPU time: a background thread's is reported apart.
+    # The training thread's own CPU time: the drain thread's is reported apart.
     start = time.thread_time_ns()
     run()
     return time.thread_time_ns() - start
-
-
-def _interval(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    half = 1.96 * (len(ordered) ** 0.5) / 2
-    middle = len(ordered) / 2
-    low = ordered[max(0, int(middle - half))]
-    high = ordered[min(len(ordered) - 1, int(middle + half))]
-    return statistics.median(ordered), low, high
 
 
 class _Stub:
@@ -151,6 +154,7 @@ def tight_loop(with_checks: bool) -> dict[str, float]:
         def prepare(name: str = name) -> None:
             stub._sharded_state = ShardedState.UNSHARDED if name == "_to_sharded" else ShardedState.SHARDED
             stub._all_gather_result = stub.result if name == "wait_for_unshard" else None
+            engine.tracker.groups[0].open = True
 
         out[name] = _loop(hooked, prepare, ring) - _loop(bare, prepare, ring)
     return out
@@ -200,32 +204,34 @@ def bench_step(bench: Bench, rounds: int, checkpoint: bool, peers: bool, out: st
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(2, 8, 32)
 
-    def run() -> None:
-        for _ in range(2):
-            train_step(model, optimizer, x)
-
-    for _ in range(3):
-        run()
-    with fsdptrace.record(model, out=out) as rec:
+    def step() -> None:
         train_step(model, optimizer, x)
+
+    for _ in range(5):
+        step()
+    with fsdptrace.record(model, out=out) as rec:
+        step()
     events = len(rec.steps[-1])
     variants: dict[str, Make] = {
-        "untraced against itself": nullcontext,
-        "fsdptrace, recording without checks": lambda: fsdptrace.record(model, out=out, checks=False),
-        "fsdptrace, recording with all default checks and files": lambda: fsdptrace.record(model, out=out),
+        "untraced": nullcontext,
+        "untraced, against itself": nullcontext,
+        "recording": lambda: fsdptrace.record(model, out=out, checks=False),
+        "recording and checking": lambda: fsdptrace.record(model, out=out),
     }
     title = "24 blocks, checkpointed" if checkpoint else "24 blocks"
-    base = statistics.median(_cpu(run) / 2 for _ in range(10))
     bench.add(f"{title}: events per step", str(events))
-    for name, (median, low, high) in paired(run, variants, rounds).items():
-        budget = "<= 1.03" if name.startswith("fsdptrace") else ""
-        bench.add(f"{title}: {name}", f"{median:.3f} ({low:.3f}-{high:.3f})", budget)
-        if name.startswith("fsdptrace"):
-            limit = "<= 1.3 us" if "without" in name else "<= 2.2 us"
-            bench.add("    the same per event, inside the step", f"{(median - 1) * base / events / 1000:.2f} us", limit)
+    for name, (median, low, extra) in interleaved(step, variants, rounds, 10).items():
+        if name == "untraced":
+            continue
+        bench.add(f"{title}: {name}", f"{median:.3f}; {low:.3f}", "<= 1.03" if name.startswith("rec") else "1")
+        if name.startswith("rec"):
+            limit = "<= 2.2 us" if "checking" in name else "<= 1.3 us"
+            bench.add("    the difference per event", f"{extra / events / 1000:.2f} us", limit)
     if peers:
-        for name, (median, low, high) in paired(run, _peers(model, optimizer), max(6, rounds // 6)).items():
-            bench.add(f"{title}: {name}", f"{median:.2f} ({low:.2f}-{high:.2f})")
+        others = {"untraced": nullcontext, **_peers(model, optimizer)}
+        for name, (median, low, _) in interleaved(step, others, max(4, rounds // 6), 2).items():
+            if name != "untraced":
+                bench.add(f"{title}: {name}", f"{median:.2f}; {low:.2f}")
 
 
 def _peers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Make]:
@@ -233,7 +239,11 @@ def _peers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.profiler import ProfilerActivity, profile
 
+    def debug_log() -> AbstractContextManager[Any]:
+        return _debug_log()
+
     return {
+        "DEBUG log of fully_shard to a file": debug_log,
         "torch.profiler (CPU)": lambda: profile(activities=[ProfilerActivity.CPU]),
         "torch.profiler (CPU, shapes and stacks)": lambda: profile(
             activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True
@@ -241,6 +251,25 @@ def _peers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         "CommDebugMode": CommDebugMode,
         "FSDPMemTracker": lambda: FSDPMemTracker(model, optimizer),
     }
+
+
+@contextmanager
+def _debug_log() -> Iterator[None]:
+    log = logging.getLogger("torch.distributed.fsdp.fully_shard")
+    level, disabled = log.level, logging.root.manager.disable
+    with tempfile.NamedTemporaryFile("w") as stream:
+        handler = logging.StreamHandler(stream)
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
+        logging.disable(logging.NOTSET)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+            log.removeHandler(handler)
+            log.setLevel(level)
+            log.propagate = True
 
 
 def bench_install(bench: Bench, out: str) -> None:
@@ -308,7 +337,7 @@ def bench_collections(bench: Bench, out: str) -> None:
         with make():
             for _ in range(300):
                 train_step(model, optimizer, x)
-        return sum(entry["collections"] for entry in gc.get_stats()) - before
+        return int(sum(entry["collections"] for entry in gc.get_stats()) - before)
 
     plain = collections(nullcontext)
     traced = collections(lambda: fsdptrace.record(model, out=out, detail="summary"))
@@ -318,7 +347,7 @@ def bench_collections(bench: Bench, out: str) -> None:
 def main() -> None:
     """Runs all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="interleaved pairs per variant")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds in which the variants take turns")
     parser.add_argument("--no-peers", action="store_true", help="leave torch.profiler and the others out")
     parser.add_argument("--json", help="write the table to this file as well")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Many steps of a model with many groups: memory flat, disk bounded, log quiet. Prints a table.
 
-    python benchmarks/soak.py --steps 1000 --groups 400 [--leak]
+python benchmarks/soak.py --steps 1000 --groups 400 [--leak]
 """
 
 from __future__ import annotations

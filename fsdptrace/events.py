@@ -306,7 +306,7 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("unsharded_peak", "bytes", "peak since the previous boundary"),
                 _f("past_backward_bytes", "bytes", "open or pending now although the backward is over"),
                 _f("dropped", "int", "events dropped so far"),
-                _f("past_backward_peak", "bytes", "at most of that since the previous boundary: the curve of a leak"),
+                _f("past_backward_peak", "bytes", "at most of that since the previous boundary: the curve of a leak", usual=0),
                 _f("counts", "derived", "events of the step by kind"),
             ),
         ),
