@@ -155,6 +155,14 @@ _BYTES_COMM = (
     _f("wire_bytes", "derived", "what this rank receives"),
 )
 
+_REGION = (
+    _f("region", "int", "number of the region"),
+    _f("unit", "unit", "the unit it lies in"),
+    _f("saved", "int", "saved tensors"),
+    _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
+    _f("name", "text", "module name"),
+)
+
 SPECS: Final[Mapping[int, KindSpec]] = {
     spec.number: spec
     for spec in (
@@ -237,26 +245,8 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("finished", "bool", "the root's final callback ran; false after an error", usual=1),
             ),
         ),
-        KindSpec(
-            REGION, "region", "a checkpointed function's forward",
-            (
-                _f("region", "int", "number of the region"),
-                _f("unit", "unit", "the unit it lies in"),
-                _f("saved", "int", "saved tensors"),
-                _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
-                _f("name", "text", "module name"),
-            ),
-        ),
-        KindSpec(
-            RECOMPUTE, "recompute", "a checkpointed function's recomputation",
-            (
-                _f("region", "int", "number of the region"),
-                _f("unit", "unit", "the unit it lies in"),
-                _f("saved", "int", "saved tensors"),
-                _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
-                _f("name", "text", "module name"),
-            ),
-        ),
+        KindSpec(REGION, "region", "a checkpointed function's forward", _REGION),
+        KindSpec(RECOMPUTE, "recompute", "a checkpointed function's recomputation", _REGION),
         KindSpec(
             STATE, "state", "snapshot of a group when recording starts, and after reset_iter_state",
             (

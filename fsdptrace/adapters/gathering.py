@@ -1,0 +1,287 @@
+"""The wrappers around gathering, freeing and prefetching of one param group."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from fsdptrace import events as ev
+from fsdptrace.adapters.context import (
+    BUSY,
+    CONTEXT,
+    ENTERED,
+    GROUP_UNIT,
+    HOW,
+    IMPLICIT,
+    ISSUER,
+    PARENT,
+    REPAIR,
+    SOURCE,
+    TOP,
+    clock,
+)  # fmt: skip
+from fsdptrace.adapters.group import (
+    BACKWARD_PREFETCH,
+    DISABLED,
+    EXPLICIT_MODE,
+    FORWARD_PREFETCH,
+    IDLE_OR_POST,
+    IMPLICIT_MODE,
+    MANUAL,
+    OPEN,
+    PENDING,
+    POST_FORWARD_STATE,
+    GroupBase,
+    Wrapper,
+)  # fmt: skip
+from fsdptrace.adapters.look import dtype_number
+
+
+class Gathering(GroupBase):
+    """unshard, wait, reshard, prefetch, discard."""
+
+    # -- gathering and freeing -----------------------------------------------------------------------------------------
+    def _unshard(self) -> Wrapper:
+        c, group, gid = self.context, self.group, self.id
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
+        handler = c.on[ev.UNSHARD]
+        orig = self.method("unshard")
+        entered = ev.UNSHARD + GROUP_UNIT * gid
+        flush, model = owner.before_collective, c.model
+        post_world, world_of = self.info.post_forward_world, self.info.world
+        smaller_mesh = post_world not in (1, world_of)
+        usual_dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
+        unsharded = type(group._sharded_state).UNSHARDED
+        known = self.known  # bytes and dtype of a gather, once measured
+
+        def unshard(async_op: bool = False) -> Any:
+            t0 = clock()
+            seq = next(ids)
+            state = group._sharded_state
+            noop = PENDING if group._all_gather_result is not None else OPEN if state is unsharded else 0
+            if not noop:
+                shared[ENTERED] = entered
+                if flush is not None:
+                    flush(model)
+            try:
+                result = orig(group, async_op)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            t1 = clock()
+            shared[ENTERED] = 0
+            try:
+                how = shared[HOW]
+                issuer = shared[ISSUER] if how else -1
+                parent = shared[PARENT]
+                if not parent:  # in no hook of the group's: the user, or FSDPState's repair in a recomputation
+                    parent = shared[TOP]
+                    shared[BUSY] = 1
+                    if group._training_state._value_ >= IDLE_OR_POST and not shared[REPAIR]:
+                        how = MANUAL
+                size = 0
+                dtype = usual_dtype
+                world = post_world if smaller_mesh and state._value_ == POST_FORWARD_STATE else world_of
+                if noop:
+                    how += noop
+                elif group._all_gather_result is None:
+                    how += DISABLED
+                else:
+                    size, dtype = known or self.measure(group._all_gather_result)
+                context = shared[CONTEXT]
+                append((1, seq, t0, t1, gid, parent, context, size, world, dtype, issuer, how))
+                handler(seq, gid, context, size, world, dtype, issuer, how)
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+            return result
+
+        return unshard
+
+    def measure(self, gathered: Any) -> tuple[int, int]:
+        """Bytes and dtype of a gather as PyTorch made it. They do not vary while the hooks are on, so that once is enough."""
+        if gathered.all_gather_input_split_sizes:
+            output = gathered.all_gather_output
+            self.known[:] = output.numel() * output.element_size(), dtype_number(output.dtype)
+        else:  # a world of one since torch 2.9: nothing travels, the copy is made all the same
+            self.known[:] = self.info.bytes, ev.DTYPE_NUMBER.get(self.info.dtype, 0)
+        self.bytes = self.known[0]
+        return self.bytes, self.known[1]
+
+    def _wait(self) -> Wrapper:
+        c, group, gid = self.context, self.group, self.id
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
+        handler = c.on[ev.WAIT]
+        orig = self.method("wait_for_unshard")
+
+        def wait_for_unshard() -> Any:
+            if group._all_gather_result is None:
+                return orig(group)
+            t0 = clock()
+            seq = next(ids)
+            try:
+                result = orig(group)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            t1 = clock()
+            try:
+                context = shared[CONTEXT]
+                size = self.bytes
+                append((2, seq, t0, t1, gid, shared[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))
+                handler(seq, gid, context, size, 0, 0, 0, 0)
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+            return result
+
+        return wait_for_unshard
+
+    def _to_sharded(self, name: str, to: int) -> Wrapper:
+        c, group, gid = self.context, self.group, self.id
+        append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
+        handler = c.on[ev.RESHARD]
+        orig = self.method(name)
+        states = type(group._sharded_state)
+        nothing_to_do = states.SHARDED_POST_FORWARD if to else states.SHARDED
+        unsharded = states.UNSHARDED
+
+        def to_sharded() -> Any:
+            before = group._sharded_state
+            if before is nothing_to_do:
+                return orig(group)
+            t0 = clock()
+            seq = next(ids)
+            result = orig(group)
+            t1 = clock()
+            try:
+                parent = shared[PARENT]
+                cause = 0
+                if not parent:  # in no hook of the group's
+                    parent = shared[TOP]
+                    shared[BUSY] = 1
+                    caller = sys._getframe(1).f_code.co_name
+                    cause = 2 if caller == "to_sharded_hook" else 3 if caller == "_reset_iter_state" else 1
+                context = shared[CONTEXT]
+                size = self.bytes if before is unsharded else 0
+                append((3, seq, t0, t1, gid, parent, context, size, to, cause, 0, 0))
+                handler(seq, gid, context, size, to, cause, 0, 0)
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+            return result
+
+        return to_sharded
+
+    # -- prefetching ---------------------------------------------------------------------------------------------------
+    def _use_training_state(self) -> Wrapper:
+        group = self.group
+        orig = self.method("use_training_state")
+
+        def use_training_state(training_state: Any) -> _Prefetch:
+            # The only caller is _prefetch_unshard (2.6 to 2.15): "a prefetch targets this group".
+            return _Prefetch(self, orig(group, training_state), training_state._value_)
+
+        return use_training_state
+
+    def _backward_prefetch(self) -> Wrapper:
+        shared, group, gid = self.context.shared, self.group, self.id
+        orig = self.method("_backward_prefetch")
+
+        def _backward_prefetch() -> Any:
+            shared[IMPLICIT] = gid + 1
+            try:
+                return orig(group)
+            finally:
+                shared[IMPLICIT] = 0
+
+        return _backward_prefetch
+
+    def _finalize_backward(self) -> Wrapper:
+        c, group = self.context, self.group
+        orig = self.method("finalize_backward")
+
+        def finalize_backward() -> Any:
+            if group._all_gather_result is None:
+                return orig(group)
+            t0 = clock()
+            seq = next(c.ids)
+            result = orig(group)
+            self._discarded(seq, t0)
+            return result
+
+        return finalize_backward
+
+    def _reset_iter_state(self) -> Wrapper:
+        c, group = self.context, self.group
+        orig = self.method("_reset_iter_state")
+
+        def _reset_iter_state() -> Any:
+            pending = group._all_gather_result is not None
+            t0 = clock()
+            seq = next(c.ids)
+            result = orig(group)
+            if pending:
+                self._discarded(seq, t0)
+            try:
+                self.snapshot()
+            except Exception as error:
+                if c.owner.stop_run(error):
+                    raise
+                c.owner.fault(error)
+            return result
+
+        return _reset_iter_state
+
+
+class _Prefetch:
+    """Stands in for the context manager of ``use_training_state`` and records the prefetch when it ends."""
+
+    __slots__ = ("_hooks", "_inner", "_outer", "_seq", "_state", "_t0")
+
+    def __init__(self, hooks: GroupBase, inner: Any, state: int) -> None:
+        self._hooks = hooks
+        self._inner = inner
+        self._state = state
+
+    def __enter__(self) -> Any:
+        result = self._inner.__enter__()
+        context = self._hooks.context
+        shared = context.shared
+        self._t0 = clock()
+        self._seq = next(context.ids)
+        self._outer = shared[PARENT]
+        shared[PARENT] = self._seq
+        how = FORWARD_PREFETCH if self._state == 1 else BACKWARD_PREFETCH
+        implicit = shared[IMPLICIT]
+        if implicit:
+            shared[HOW] = how + IMPLICIT_MODE
+            shared[ISSUER] = implicit - 1
+        else:
+            shared[HOW] = how + EXPLICIT_MODE
+            shared[ISSUER] = shared[SOURCE]
+        return result
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> Any:
+        hooks = self._hooks
+        context = hooks.context
+        shared = context.shared
+        how, source, outer = shared[HOW], shared[ISSUER], self._outer
+        shared[PARENT] = outer
+        shared[HOW] = 0
+        result = self._inner.__exit__(kind, error, trace)
+        if error is None:
+            try:
+                packed = shared[CONTEXT]
+                parent = outer or shared[TOP]
+                context.append((5, self._seq, self._t0, clock(), source, parent, packed, hooks.id, how, 0, 0, 0))
+                context.on[ev.PREFETCH](self._seq, source, packed, hooks.id, how, 0, 0, 0)
+            except Exception as fault:
+                if context.owner.stop_run(fault):
+                    raise
+                context.owner.fault(fault)
+        return result
