@@ -62,7 +62,9 @@ def traces(tmp_path: Path) -> list[TraceFile]:
 def test_a_training_program(tmp_path: Path) -> None:
     """Two models, 3 and 2 steps, the first let go between them: both are recorded from their first forward on, the first is
     collected, output and status are the program's own, and the last line says what was seen."""
-    program = TRAINING + """
+    program = (
+        TRAINING
+        + """
 model = build(3)
 print("loss", train(model, 3).item())
 gone = weakref.ref(model)
@@ -72,6 +74,7 @@ print("collected", gone() is None)
 print("loss", train(build(2), 2).item())
 sys.exit(5)
 """
+    )
     alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=False)
     done = run(tmp_path, program, "--on-violation", "record", code=5)
     assert done.stdout == alone.stdout
@@ -112,7 +115,9 @@ def test_off_beats_everything(tmp_path: Path) -> None:
 
 def test_raise_ends_the_program(tmp_path: Path) -> None:
     """A forgotten reshard: the program ends at the optimizer's step, with the finding as its last words."""
-    program = TRAINING + """
+    program = (
+        TRAINING
+        + """
 model = build(3)
 train(model, 1)
 model[1].unshard()
@@ -122,6 +127,7 @@ model[1].unshard()
 optimizer.step()
 print("never here")
 """
+    )
     done = run(tmp_path, program, "--on-violation", "raise", code=1)
     assert "never here" not in done.stdout
     assert "InvariantViolation: fsdptrace: unpaired-unshard: 1 was still open when the optimizer stepped" in done.stderr
@@ -130,13 +136,16 @@ print("never here")
 
 def test_the_exception_says_what_is_known(tmp_path: Path) -> None:
     """Two units of 288 B (8 x 8 weights and 8 biases in float32) are open when memory runs out outside any module."""
-    program = TRAINING + """
+    program = (
+        TRAINING
+        + """
 model = build(3)
 train(model, 1)
 model[0].unshard()
 model[2].unshard()
 raise torch.OutOfMemoryError("pretended")
 """
+    )
     done = run(tmp_path, program, "--on-violation", "record", code=1)
     assert "OutOfMemoryError: pretended" in done.stderr
     if sys.version_info >= (3, 11):
@@ -149,7 +158,9 @@ raise torch.OutOfMemoryError("pretended")
 
 def test_a_registered_method_comes_first(tmp_path: Path) -> None:
     """The first use of the model is a method that was registered as a forward: recorded from there on, and nothing found."""
-    program = TRAINING + """
+    program = (
+        TRAINING
+        + """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -164,6 +175,7 @@ fully_shard(net, mesh=mesh)
 register_fsdp_forward_method(net, "hidden")
 net.hidden(torch.ones(2, 8)).sum().backward()
 """
+    )
     done = run(tmp_path, program)
     assert "1 FSDP2 model in 1 of 1 process, 1 step; nothing found" in done.stderr.splitlines()[-1]
     (trace,) = traces(tmp_path)
@@ -173,12 +185,15 @@ net.hidden(torch.ones(2, 8)).sum().backward()
 
 def test_killed_processes_are_counted_too(tmp_path: Path) -> None:
     """SIGKILL in the middle of training: the launcher ends the same way; the file reads, without an end."""
-    program = TRAINING + """
+    program = (
+        TRAINING
+        + """
 import os, signal, time
 train(build(3), 2)
 time.sleep(1.5)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+    )
     done = run(tmp_path, program, code=-signal.SIGKILL)
     assert "1 FSDP2 model in 1 of 1 process" in done.stderr.splitlines()[-1]
     (trace,) = traces(tmp_path)
