@@ -46,8 +46,9 @@ class LineFormatter:
         heads, tails = self._heads, self._tails
         step_text = f',"step":{step}'
         out: list[str] = []
-        for i in range(start, stop, ev.WIDTH):
-            kind, seq, t0, t1, group, parent, context, a, b, c, d, e = records[i : i + ev.WIDTH]
+        # One iterator twelve times: zip then takes a record at a time, without a slice for each.
+        values = iter(records[start:stop])
+        for kind, seq, t0, t1, group, parent, context, a, b, c, d, e in zip(*[values] * ev.WIDTH, strict=True):
             head = heads.get((kind, group, context))
             if head is None:
                 head = self._head(kind, group, context)
