@@ -181,7 +181,8 @@ class Tracker:
         self.held = held = self.held + a
         if held > self.peak:
             self.peak = held
-        if self.in_backward and self.is_over(state):
+        # As is_over() has it, without the call: this runs for every gather.
+        if state.over_in == self.backward_number and self.in_backward and not state.uses and not state.paused:
             self._lies_past(state)
 
     def wait(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
