@@ -21,8 +21,8 @@ from fsdptrace.adapters.first_use import FirstUse
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.checks.policy import logger
 from fsdptrace.options import Options, resolve
-from fsdptrace.recording import Recorded, Recording
-from fsdptrace.session import Session, session_for
+from fsdptrace.recording import Recorded, Recording, is_recorded
+from fsdptrace.session import Session, session_for, total
 
 
 class AutoRecording(Recording):
@@ -70,6 +70,8 @@ class AutoRecording(Recording):
             waiting = self._waiting.pop(inner, None)
             if waiting is not None:
                 waiting.remove()
+        if is_recorded(root):  # the program's own `record` has it
+            return
         recorded = Recorded(self.session, root, self.session.next_model(), self.options, self._report)
         recorded.recording = self
         recorded.install()
@@ -91,6 +93,20 @@ class AutoRecording(Recording):
             if len(inside) > most and any(inner is module for inner in inside):
                 best, most = candidate, len(inside)
         return best
+
+    def release(self, model: nn.Module) -> None:
+        """``record`` takes ``model``, or a part of it or more, over: what is recorded of it here ends."""
+        inside = {id(module) for module in model.modules()}
+        for root, reference in list(self._roots.items()):
+            recorded = reference()
+            if recorded is not None and (id(root) in inside or any(module is model for module in root.modules())):
+                recorded.end_step()
+                recorded.hooks.remove()
+                del self._roots[root]
+        for module, waiting in list(self._waiting.items()):
+            if id(module) in inside:
+                waiting.remove()
+                del self._waiting[module]
 
     def alive(self) -> list[Recorded]:
         """The recorded models that the program still holds."""
@@ -129,17 +145,7 @@ class AutoRecording(Recording):
         tally = os.environ.get("FSDPTRACE_TALLY")
         if not tally:
             return
-        writer = self.session.writer
-        # The last step of a model that was let go had nobody to end it: it counts all the same.
-        steps = {model: running.step + bool(running.records) for model, running in self.session.ring.running.items()}
-        body = {
-            "models": self.seen,
-            "steps": sum(steps.values()),
-            "errors": sum(v.severity == "error" for v in self.session.violations),
-            "warnings": sum(v.severity == "warning" for v in self.session.violations),
-            "rules": sorted({v.rule for v in self.session.violations if v.severity != "info"}),
-            "path": str(writer.path) if writer is not None else "",
-        }
+        body = total()
         try:
             with open(os.path.join(tally, str(os.getpid())), "w") as stream:
                 json.dump(body, stream)

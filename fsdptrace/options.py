@@ -23,8 +23,9 @@ class Options:
             written. Files go to ``out/{run_id}/``.
         exporters: names of the entry-point group ``fsdptrace.exporters``; they run in a process of their own.
         checks: rules to run: ``None`` the default ones, names to choose, ``"-name"`` to leave one out, ``False`` none.
-        on_violation: ``"warn"``, ``"record"``, ``"raise"`` (severity ``error`` only), a function of the violation, or a
-            mapping of these by rule name with ``"*"`` for the rest.
+        on_violation: ``"warn"`` (errors at once, the rest in one line at the end), ``"record"``, ``"raise"`` (severity
+            ``error`` only), a function of the violation (what it raises stops the run), or a mapping of these by rule name
+            with ``"*"`` for the rest.
         raise_until_step: under ``raise``, later steps only warn.
         budget_bytes: limit in bytes for parameters that are unsharded at one time.
         schedule: ``step -> torch.profiler.ProfilerAction``, for instance ``torch.profiler.schedule(...)``: which steps are
@@ -91,7 +92,18 @@ def resolve(**given: Any) -> Options:
         elif isinstance(value, Sequence):
             values[name] = tuple(value)
     if values.get("out") is not None:
+        if not isinstance(values["out"], (str, os.PathLike)):
+            raise ValueError(f"out: {values['out']!r} is not a path")
         values["out"] = os.fspath(values["out"])
+    for name in ("budget_bytes", "max_bytes"):
+        value = values.get(name)
+        if isinstance(value, str):
+            try:
+                values[name] = parse_bytes(value)
+            except ValueError as error:
+                raise ValueError(f"{name}: {value!r}: {error}") from None
+        elif isinstance(value, float) and value.is_integer():
+            values[name] = int(value)
     options = Options(**values)
     _check(options)
     return options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -40,6 +41,11 @@ class AlreadyRecorded(RuntimeError):
 
 def _already(model: nn.Module) -> str:
     return f"this {class_name(model)} (or a part of it) is being recorded already; leave that `record` first"
+
+
+def is_recorded(model: nn.Module) -> bool:
+    """Whether a ``record`` is active on ``model`` or a part of it."""
+    return not _recorded_groups.isdisjoint(id(group) for group in groups_in(model))
 
 
 class Recorded:
@@ -208,7 +214,11 @@ class Recording:
         report = compat.require()
         if report.newer:
             _warn_newer(report.version)
+        auto = sys.modules.get("fsdptrace.auto")
+        whole = auto.recording() if auto is not None else None
         for model in models:
+            if whole is not None and whole is not self:
+                whole.release(model)  # what FSDPTRACE=1 records of it ends here
             if model in _recorded:
                 raise AlreadyRecorded(_already(model))
         self._models = models
@@ -469,7 +479,14 @@ def record(model: nn.Module | Iterable[nn.Module], **options: Any) -> Recording:
         >>> with fsdptrace.record(model, on_violation="raise") as rec:
         ...     loss = model(batch).sum(); loss.backward(); optimizer.step(); optimizer.zero_grad()
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    if isinstance(model, nn.Module):
+        models = [model]
+    elif isinstance(model, Iterable):
+        models = list(model)
+    else:
+        raise TypeError(f"record(): a module or several are needed, not {type(model).__name__}")
+    if not models:
+        raise ValueError("record(): give one module or more")
     for item in models:
         if not isinstance(item, nn.Module):
             raise TypeError(f"record(): a module or several are needed, not {type(item).__name__}")

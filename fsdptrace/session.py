@@ -246,7 +246,21 @@ class Session:
         where = str(self.writer.folder) if self.writer is not None else ""
         self.log.close(where)
         _sessions.pop(self.options.file_key(), None)
+        _closed.append(self.tally())
         atexit.unregister(self.close)
+
+    def tally(self) -> dict[str, Any]:
+        """What it saw, for ``fsdptrace run``: models, steps, violations, path."""
+        # A model that was let go, or a recording that an exception left, has a last step that nobody ended: it counts.
+        running = self.ring.running.items()
+        return {
+            "models": len({model for model, step in running if step.step or step.records}),
+            "steps": sum(step.step + bool(step.records) for _, step in running),
+            "errors": sum(v.severity == "error" for v in self.violations),
+            "warnings": sum(v.severity == "warning" for v in self.violations),
+            "rules": sorted({v.rule for v in self.violations if v.severity != "info"}),
+            "path": str(self.writer.path) if self.writer is not None else "",
+        }
 
     def forget(self) -> None:
         """In a forked child: nothing of the parent's is ours; the child starts its own when it records."""
@@ -260,6 +274,18 @@ def _line(data: dict[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":")) + "\n"
 
 
+_closed: list[dict[str, Any]] = []
+
+
+def total() -> dict[str, Any]:
+    """The tallies of all sessions of the process, closed ones too; the path is the first one's."""
+    tallies = [*_closed, *(session.tally() for session in _sessions.values())]
+    out: dict[str, Any] = {key: sum(t[key] for t in tallies) for key in ("models", "steps", "errors", "warnings")}
+    out["rules"] = sorted({rule for t in tallies for rule in t["rules"]})
+    out["path"] = next((t["path"] for t in tallies if t["path"]), "")
+    return out
+
+
 _sessions: dict[tuple[Any, ...], Session] = {}
 _guard = threading.Lock()
 
@@ -269,6 +295,8 @@ def session_for(options: Options) -> Session:
     with _guard:
         key = options.file_key()
         session = _sessions.get(key)
+        if session is not None and session.writer is not None and not session.writer.path.exists():
+            session.close()  # its folder was deleted under it: what it wrote is gone, and so would be what it writes
         if session is None or session.closed:
             session = _sessions[key] = Session(options)
         return session

@@ -12,7 +12,7 @@ from fsdptrace.model_map import ModelMap
 from fsdptrace.summary import Summary, rows_of, summarise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Step:
     """Events of one step of one model.
 
@@ -27,6 +27,9 @@ class Step:
     number: int
     records: tuple[int, ...]
     texts: ev.Texts
+
+    def __repr__(self) -> str:
+        return f"Step({self.map.root}, number={self.number}, events={len(self)})"
 
     def __len__(self) -> int:
         return len(self.records) // ev.WIDTH

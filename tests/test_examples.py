@@ -39,6 +39,8 @@ def test_raise_at_the_first_wrong_prefetch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_every_example_explains_itself(name: str) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / name), "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0
     assert "usage: " in done.stdout

@@ -80,7 +80,7 @@ sys.exit(5)
     assert done.stdout == alone.stdout
     assert "collected True" in done.stdout
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("fsdptrace: 2 FSDP2 models in 1 of 1 process, 5 steps; nothing found; files in ")
+    assert said.startswith("fsdptrace: 2 FSDP2 models in 1 of 1 process, 5 steps; no errors or warnings; files in ")
     (trace,) = traces(tmp_path)
     assert trace.complete
     steps = [(line.get("model", 0), line["counts"]["unshard"], line["counts"]["forward"]) for line in trace.summaries]
@@ -177,7 +177,7 @@ net.hidden(torch.ones(2, 8)).sum().backward()
 """
     )
     done = run(tmp_path, program)
-    assert "1 FSDP2 model in 1 of 1 process, 1 step; nothing found" in done.stderr.splitlines()[-1]
+    assert "1 FSDP2 model in 1 of 1 process, 1 step; no errors or warnings" in done.stderr.splitlines()[-1]
     (trace,) = traces(tmp_path)
     (forward,) = [event for event in trace.events if event.kind == "forward"]
     assert trace.models[0].units[forward["root"]].fqn == ""
@@ -214,3 +214,23 @@ def test_bad_use_is_one_clear_line(arguments: tuple[str, ...], says: str, tmp_pa
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert says in done.stderr
+
+
+def test_a_program_that_records_by_itself(tmp_path: Path) -> None:
+    """``record`` in the program takes the model over from the launcher: nothing is counted twice, and it is not refused.
+    One step before it, two within."""
+    program = (
+        TRAINING
+        + """
+import fsdptrace
+model = build(3)
+train(model, 1)
+with fsdptrace.record(model) as rec:
+    train(model, 2)
+print("recorded", len(rec.steps))
+"""
+    )
+    done = run(tmp_path, program)
+    assert done.stdout == "recorded 2\n"
+    said = done.stderr.splitlines()[-1]
+    assert "2 FSDP2 models in 1 of 1 process, 3 steps; no errors or warnings" in said

@@ -152,6 +152,8 @@ class InstalledModel:
                     return
                 if shared[BACKWARD_SEQ]:
                     c.close_backward()
+                if unit.state is not None and unit.state._training_state._value_ == PRE_BACKWARD_STATE:
+                    shared[REPAIR] = 1  # left so by a backward that failed: FSDPState gathers what is closed, not the user
                 if not shared[DEPTH]:
                     c.open_forward(unit_id, clock(), unit.state)
                 shared[DEPTH] += 1

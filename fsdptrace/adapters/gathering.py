@@ -13,13 +13,13 @@ from fsdptrace.adapters.context import (
     ENTERED,
     GROUP_UNIT,
     HOW,
-    IMPLICIT,
     ISSUER,
     PARENT,
     REPAIR,
     SOURCE,
     TOP,
     clock,
+    implicit,
 )  # fmt: skip
 from fsdptrace.adapters.group import (
     BACKWARD_PREFETCH,
@@ -189,15 +189,15 @@ class Gathering(GroupBase):
         return use_training_state
 
     def _backward_prefetch(self) -> Wrapper:
-        shared, group, gid = self.context.shared, self.group, self.id
+        context, group, gid = self.context, self.group, self.id
         orig = self.method("_backward_prefetch")
 
         def _backward_prefetch() -> Any:
-            shared[IMPLICIT] = gid + 1
+            implicit[:] = gid + 1, context
             try:
                 return orig(group)
             finally:
-                shared[IMPLICIT] = 0
+                implicit[:] = 0, None
 
         return _backward_prefetch
 
@@ -257,10 +257,10 @@ class _Prefetch:
         self._outer = shared[PARENT]
         shared[PARENT] = self._seq
         how = FORWARD_PREFETCH if self._state == 1 else BACKWARD_PREFETCH
-        implicit = shared[IMPLICIT]
-        if implicit:
+        source, owner = implicit
+        if source:
             shared[HOW] = how + IMPLICIT_MODE
-            shared[ISSUER] = implicit - 1
+            shared[ISSUER] = source - 1 if owner is context else ev.NONE
         else:
             shared[HOW] = how + EXPLICIT_MODE
             shared[ISSUER] = shared[SOURCE]

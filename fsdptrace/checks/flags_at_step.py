@@ -59,8 +59,8 @@ class FlagsAtStep(Rule):
         self._look(seq, owned, "when the optimizer stepped")
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        stepped, self._stepped = self._stepped, False
-        if not stepped:
+        # Once an optimizer has stepped, optimizers say what a step is; a boundary may cut an accumulation.
+        if not self._stepped:
             infos = self.tracker.map.groups
             trained = [g.id for g in self.tracker.groups if g.flags & 7 != 7 and infos[g.id].trainable and g.grads]
             self._look(seq, trained, "at the end of the step")

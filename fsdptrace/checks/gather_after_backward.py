@@ -51,7 +51,7 @@ class GatherAfterBackward(Rule):
             return
         _, direction, mode = ev.unpack_how(e)
         state.blamed = seq
-        stale_order = tracker.by_leftover(d, e)
+        stale_order = tracker.by_leftover(d, e, group)
         held = [g for g in tracker.past_backward() if g.opened > g.over and not g.open]
         total = sum(g.bytes for g in held)
         issuer = tracker.name(d)

@@ -44,6 +44,7 @@ class PendingGather(Rule):
             return
         _, direction, mode = ev.unpack_how(state.opened_how)
         age = tracker.step_number - state.opened_step
+        when = f"{count(age, 'step')} ago" if age else "in this step"
         who = {
             "implicit": f"the implicit backward prefetch of {tracker.name(state.opened_by)}",
             "explicit": f"the explicit {direction} prefetch of {tracker.name(state.opened_by)}",
@@ -66,7 +67,7 @@ class PendingGather(Rule):
             Violation(
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
                 f"a gather of {state.name} ({size(state.bytes)}) was pending when its parameters changed (event {seq}): "
-                f"{who} issued it at event {state.opened}, {count(age, 'step')} ago, and nobody waited for it. The next use "
+                f"{who} issued it at event {state.opened}, {when}, and nobody waited for it. The next use "
                 "will compute with the parameters of before the change.",
                 hint, (state.opened, seq), state.bytes, mode,
             )

@@ -58,6 +58,7 @@ class _Said:
     times: int = 0
     bytes: int = 0
     first: Violation | None = None
+    single: bool = True
 
 
 @dataclass(slots=True)
@@ -66,35 +67,47 @@ class QuietLog:
 
     lines: int = 0
     said: dict[tuple[str, str, str], _Said] = field(default_factory=dict)
-    untold: int = 0
+    told: set[str] = field(default_factory=set)
 
-    def add(self, violation: Violation, rank: int) -> None:
-        """Counts ``violation`` and logs it if it is time to."""
+    def add(self, violation: Violation, rank: int, live: bool = True) -> None:
+        """Counts ``violation`` and logs it if it is time to; not ``live`` where it is raised and so says itself."""
         key = (violation.rule, pattern(violation.fqn), violation.severity)
         entry = self.said.setdefault(key, _Said())
         entry.times += 1
         entry.bytes += violation.bytes
         entry.first = entry.first or violation
-        if entry.times not in SAID_AT or violation.severity != "error" or self.lines >= LIVE_LINES:
+        entry.single = entry.single and entry.first.fqn == violation.fqn
+        if entry.times not in SAID_AT or violation.severity != "error":
             return
-        self.lines += 1
+        # A rule always gets its first line; patterns of its and repetitions share what is left.
+        new = violation.rule not in self.told
+        if not new and self.lines >= LIVE_LINES:
+            return
+        self.told.add(violation.rule)
+        self.lines += not new
         if entry.times == 1:
-            logger().error(f"{violation} (step {violation.step}, rank {rank})")
+            if live:
+                logger().error(f"{violation} (step {violation.step}, rank {rank})")
         else:
-            logger().error(f"{violation.rule}: {key[1] or '(root)'}: {entry.times} times, {size(entry.bytes)} so far")
+            logger().error(f"{violation.rule}: {_place(key, entry)}: {entry.times} times, {size(entry.bytes)} so far")
 
     def close(self, where: str) -> None:
-        """One line at the end with everything that was found, if anything was."""
+        """One line at the end with everything that was found, if anything was; errors first."""
         worth = {key: entry for key, entry in self.said.items() if key[2] != "info"}
         if not worth:
             return
-        parts = [
-            f"{rule}: {name or '(root)'}: {count(entry.times, 'time')}" + (f", {size(entry.bytes)}" if entry.bytes else "")
-            for (rule, name, _severity), entry in list(worth.items())[:4]
-        ]
+        ordered = sorted(worth.items(), key=lambda item: item[0][2] != "error")
+        parts = [f"{key[0]}: {_place(key, entry)}: {count(entry.times, 'time')}" for key, entry in ordered[:4]]
         if len(worth) > 4:
             parts.append(f"and {len(worth) - 4} more")
         logger().warning(f"found {'; '.join(parts)}. See `fsdptrace report {where}`")
+
+
+def _place(key: tuple[str, str, str], entry: _Said) -> str:
+    """The name where it is one module, the pattern where they are several, the model where it is none."""
+    if entry.first is None or entry.first.group is None:
+        return "the model"
+    return (entry.first.fqn if entry.single else key[1]) or "(root)"
 
 
 def act(violation: Violation, on_violation: OnViolation, raise_until_step: int | None, log: QuietLog, rank: int) -> None:
@@ -107,8 +120,9 @@ def act(violation: Violation, on_violation: OnViolation, raise_until_step: int |
     if action == "record":
         return
     if action == "raise":
-        log.add(violation, rank)
-        if violation.severity == "error" and (raise_until_step is None or violation.step < raise_until_step):
+        raises = violation.severity == "error" and (raise_until_step is None or violation.step < raise_until_step)
+        log.add(violation, rank, live=not raises)
+        if raises:
             raise InvariantViolation(violation)
         return
     if callable(action):

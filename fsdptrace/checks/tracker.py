@@ -121,6 +121,8 @@ class Tracker:
         groups: one :class:`GroupState` per group.
         step: number of the running step.
         held, peak: bytes open or pending now, and their peak since the last step boundary.
+        broken: an exception left FSDP2 half way, and neither a backward that ended nor reset_iter_state came since.
+        midway: recording began when forwards had run whose backward was to come (or eval passes), until a backward ended.
         past, past_peak: of these, bytes of groups whose backward is over (they wait for nobody), now and at most.
         backward: number of the running or last backward.
         in_backward: an event of a backward that has not ended was seen.
@@ -134,6 +136,8 @@ class Tracker:
         self.peak = 0
         self.past = 0
         self.past_peak = 0
+        self.broken = False
+        self.midway = False
         self.backward_number = 0
         self.in_backward = False
         self._root_of = [_root_of(model_map, group.unit) for group in model_map.groups]
@@ -150,14 +154,17 @@ class Tracker:
         """How ``group`` is called in a message."""
         return self.groups[group].name if group >= 0 else "a unit without parameters"
 
-    def by_leftover(self, issuer: int, how: int) -> bool:
+    def by_leftover(self, issuer: int, how: int, target: int) -> bool:
         """Whether a prefetch is due to what an earlier pass left in the post-forward order list.
 
         The group that ran first in its root's forward has nothing before it in the list, so that its implicit backward
-        prefetch, unless a recomputation put it in the list again, finds the last group of an earlier pass.
+        prefetch, unless a recomputation put it in the list again, finds the last group of an earlier pass. So does one that
+        finds a group of another root (``share_comm_ctx``), and whatever a recording sees that began in the middle of a step.
         """
-        if how // ev.MODE_UNIT != _IMPLICIT or issuer < 0:
+        if how // ev.MODE_UNIT != _IMPLICIT:
             return False
+        if issuer < 0 or self.midway or self._root_of[issuer] != self._root_of[target]:
+            return True
         state = self.groups[issuer]
         return state.began and not state.rejoined
 
@@ -300,6 +307,12 @@ class Tracker:
             state.late = False
             if b:
                 state.training = 4
+        if b:
+            self.broken = False
+            self.midway = self.midway and not a
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.broken = True
 
     def _begin_backward(self) -> None:
         self.in_backward = True
@@ -311,6 +324,8 @@ class Tracker:
             self.held -= state.bytes
         self.past -= state.past
         state.past = 0
+        self.broken = False
+        self.midway = self.midway or (d > 0 and not self.backward_number)
         state.open = a == 3
         state.pending = bool(b)
         state.training = c

@@ -38,32 +38,28 @@ class UnpairedUnshard(Rule):
 
     def configure(self, options: Any) -> None:
         self._stepped = False
-        self._failed = False
         self._said_root = False
-
-    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._failed = True  # what an exception leaves open is its consequence; unclean-start looks at the next forward
 
     def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if a == 0 and self.tracker.groups[group].open:
             self._look(seq, self.tracker.groups[group], "when the optimizer stepped")
 
     def optimizer_step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        self._stepped = True
+        self._stepped = True  # from here on optimizers say what a step is; a boundary may cut an accumulation
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        stepped, self._stepped = self._stepped, False
-        failed, self._failed = self._failed, False
         for state in self.tracker.groups:
             if state.open:
                 if self._left_by_eval(state):
                     self._say_root(seq, state)
-                elif not stepped and not failed:
+                elif not self._stepped:
                     self._look(seq, state, "at the end of the step")
 
     def _look(self, seq: int, state: GroupState, when: str) -> None:
         if self._left_by_eval(state):
             self._say_root(seq, state)
+            return
+        if self.tracker.broken:  # what an exception leaves open is its consequence: unclean-start looks at the next forward
             return
         if state.closed_by == ev.POST_FORWARD and not state.flags & RESHARD_AFTER_FORWARD:
             return
@@ -75,7 +71,10 @@ class UnpairedUnshard(Rule):
             why = (
                 "the forward that used it ended without freeing it (as a forward inside a backward does), and no backward came"
             )
-            hint = f"Call {state.name}.reshard() when that forward's results are used."
+            hint = (
+                f"Call {state.name}.reshard() when that forward's results are used. With reentrant checkpointing of a unit that "
+                "runs twice before one backward: checkpoint(..., use_reentrant=False)."
+            )
         elif manual:
             why = "a call of unshard() opened it and no reshard() followed"
             hint = f"Call {state.name}.reshard() when you are done with the gathered parameters, before the optimizer's step."

@@ -62,7 +62,7 @@ class UnusedGather(Rule):
     def _say(self, seq: int, state: GroupState, how: str, gather: tuple[int, int, int] | None = None) -> None:
         opened, opened_how, opened_by = gather or (state.opened, state.opened_how, state.opened_by)
         _, direction, mode = ev.unpack_how(opened_how)
-        if state.blamed == opened or mode == "manual":
+        if state.blamed == opened or mode == "manual" or self.tracker.broken:
             return
         state.blamed = opened
         tracker = self.tracker
@@ -78,7 +78,7 @@ class UnusedGather(Rule):
             )
         # By default, and every fine-tuning does it: a frozen unit before the first trainable one, or what an earlier pass left.
         frozen = mode == "implicit" and not tracker.map.groups[state.id].trainable
-        usual = frozen or tracker.by_leftover(opened_by, opened_how)
+        usual = frozen or tracker.by_leftover(opened_by, opened_how, state.id)
         self.report(
             Violation(
                 self.name, "info" if usual else self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,

@@ -44,7 +44,7 @@ class Seen:
             return "fsdptrace: no Python process with fsdptrace in it was started; install it in the environment of the command"
         if not self.models:
             return f"fsdptrace: 0 FSDP2 models in {count(self.processes, 'process')}"
-        found = "nothing found"
+        found = "no errors or warnings"
         if self.errors or self.warnings:
             found = f"{count(self.errors, 'error')}, {count(self.warnings, 'warning')} ({', '.join(sorted(self.rules))})"
         where = ", ".join(sorted(self.folders)) or "nowhere"

@@ -234,7 +234,7 @@ def test_pending_forward_prefetch(fake_pg: Any, watch: Any, prefetch: bool) -> N
     opened, changed = v.evidence
     assert v.message == (
         f"a gather of aux (256 B) was pending when its parameters changed (event {changed}): the explicit forward prefetch of "
-        f"trunk issued it at event {opened}, 0 steps ago, and nobody waited for it. The next use will compute with the "
+        f"trunk issued it at event {opened}, in this step, and nobody waited for it. The next use will compute with the "
         "parameters of before the change."
     )
     assert "trunk.set_modules_to_forward_prefetch" in v.hint
