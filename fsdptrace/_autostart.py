@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 
+from fsdptrace.adapters.seam import FULLY_SHARD_MODULE as _TARGET
+
 TYPE_CHECKING = False  # as typing has it; nothing is imported here that a bare interpreter has not loaded
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
-
-_TARGET = "torch.distributed.fsdp._fully_shard._fully_shard"
 
 
 class _PatchingLoader:

@@ -21,7 +21,8 @@ from fsdptrace.adapters.first_use import FirstUse
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.checks.policy import logger
 from fsdptrace.options import Options, resolve
-from fsdptrace.recording import Recorded, Recording, is_recorded
+from fsdptrace.recorded import Recorded
+from fsdptrace.recording import Recording, is_recorded
 from fsdptrace.session import Session, session_for, total
 
 

@@ -80,7 +80,7 @@ DIRECTIONS: Final[tuple[str, ...]] = ("", "forward", "backward")
 MODES: Final[tuple[str, ...]] = ("", "implicit", "explicit", "manual")
 RESHARD_TO: Final[tuple[str, ...]] = ("sharded", "post_forward")
 RESHARD_CAUSES: Final[tuple[str, ...]] = ("hook", "manual", "state_dict", "reset")
-#: ``TrainingState`` of torch.distributed.fsdp._fully_shard._fsdp_common by its value (the same in 2.6 to 2.15).
+#: FSDP2's ``TrainingState`` by its value (the same in torch 2.6 to 2.15).
 TRAINING_STATES: Final[tuple[str, ...]] = ("", "forward", "pre_backward", "post_backward", "idle")
 #: ``ShardedState`` of _fsdp_param by its value (the same in 2.6 to 2.15).
 SHARDED_STATES: Final[tuple[str, ...]] = ("", "sharded", "post_forward", "unsharded")

@@ -13,19 +13,17 @@ from typing import Any
 import torch.nn as nn
 
 from fsdptrace import events as ev
-from fsdptrace import notes
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
 from fsdptrace.adapters.backward import SEAM
-from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, FINAL, STEPPED, Context, clock
-from fsdptrace.adapters.describe import class_name, describe, groups_in
-from fsdptrace.adapters.fsdp import InstalledModel
+from fsdptrace.adapters.context import FINAL
+from fsdptrace.adapters.describe import class_name, groups_in
 from fsdptrace.adapters.optimizer import OptimizerSteps
-from fsdptrace.checks import policy, registry
+from fsdptrace.checks import policy
 from fsdptrace.checks.base import InvariantViolation, Violation
-from fsdptrace.checks.engine import Engine
 from fsdptrace.options import Options, resolve
-from fsdptrace.session import KEPT_VIOLATIONS, Session, session_for
+from fsdptrace.recorded import Recorded
+from fsdptrace.session import Session, session_for
 from fsdptrace.steps import Step
 from fsdptrace.summary import Summary
 
@@ -46,129 +44,6 @@ def _already(model: nn.Module) -> str:
 def is_recorded(model: nn.Module) -> bool:
     """Whether a ``record`` is active on ``model`` or a part of it."""
     return not _recorded_groups.isdisjoint(id(group) for group in groups_in(model))
-
-
-class Recorded:
-    """One recorded root in this process: engine, hooks, and what the hooks ask for (``Owner`` of the adapters)."""
-
-    def __init__(self, session: Session, model: nn.Module, number: int, options: Options, report: compat.Report) -> None:
-        self.session = session
-        self.checks = (options.checks, repr(options.rule_options), options.budget_bytes)
-        self.recording: Recording | None = None
-        self.found: dict[str, int] = {}
-        self.failed = False
-        described = describe(model, number)
-        rules = registry.select(options.checks, options.budget_bytes is not None)
-        self.engine = Engine(described.map, rules, self._on_violation, report.release, _rule_options(options))
-        # None where nothing is to do, so that a hook pays one comparison.
-        self.before_collective = self._flush if options.flush == "collective" else None
-        self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
-        self.hooks = InstalledModel(self.context, described)
-        session.shared[number] = self.context.shared
-        session.add_model(described.map)
-
-        self._seen = False
-
-    def install(self) -> None:
-        """Puts the hooks on; the first time every group's state is recorded, later only what changed meanwhile."""
-        groups = self.engine.tracker.groups
-        first, self._seen = not self._seen, True
-        self.hooks.install(lambda group: None if first else (groups[group].open, groups[group].pending, groups[group].training))
-
-    # -- Owner ---------------------------------------------------------------------------------------------------------
-    def fault(self, error: Exception) -> None:
-        """See :class:`fsdptrace.adapters.context.Owner`."""
-        recording = self.recording
-        if recording is not None:
-            recording._fault(error)
-
-    def stop_run(self, error: BaseException) -> bool:
-        """See :class:`fsdptrace.adapters.context.Owner`."""
-        return isinstance(error, InvariantViolation) or error is self._from_callable
-
-    def text(self, text: str) -> int:
-        """See :class:`fsdptrace.adapters.context.Owner`."""
-        return self.session.texts.put(text)
-
-    def annotate(self, error: BaseException) -> None:
-        """See :class:`fsdptrace.adapters.context.Owner`."""
-        if not isinstance(error, InvariantViolation) and error is not self._from_callable:
-            notes.put_on(error, notes.describe(self.engine.tracker, self.found))
-
-    _from_callable: BaseException | None = None
-
-    def _flush(self, model: int) -> None:
-        self.session.drain.flush_now(model, self.context.shared[ENTERED])
-
-    def end_step(self, model: int | None = None) -> None:
-        """Closes the running step; nothing when nothing happened in it."""
-        context = self.context
-        shared = context.shared
-        context.close_backward()
-        context.abandon_forward()
-        shared[STEPPED] = 0
-        if not shared[BUSY]:
-            return
-        self.hooks.poll_flags()
-        tracker = self.engine.tracker
-        shared[BUSY] = 0
-        past = sum(group.bytes for group in tracker.past_backward())
-        now = clock()
-        ring = self.session.ring
-        seq = next(context.ids)
-        data = (tracker.held, tracker.peak, past, ring.dropped, tracker.past_peak)
-        packed = context.shared[CONTEXT]
-        try:
-            # Rules first: what they find at the step belongs to the step that ends.
-            context.on[ev.STEP](seq, ev.NONE, packed, *data)
-        finally:
-            context.append((ev.STEP, seq, now, now, ev.NONE, 0, packed, *data))
-        if ring.full():
-            ring.pump_if_free()
-
-    def break_off(self) -> None:
-        """Closes the step that a fault of ours cut short, past the checks, so that the next recording begins a new one."""
-        context, tracker = self.context, self.engine.tracker
-        if context.shared[BUSY]:
-            context.shared[BUSY] = 0
-            now = clock()
-            data = (tracker.held, tracker.peak, 0, self.session.ring.dropped, 0)
-            context.append((ev.STEP, next(context.ids), now, now, ev.NONE, 0, context.base, *data))
-            tracker.step_number += 1
-
-    def _on_violation(self, violation: Violation) -> None:
-        if violation.severity != "info":
-            self.found[violation.rule] = self.found.get(violation.rule, 0) + 1
-        recording = self.recording
-        session = self.session
-        context = self.context
-        now = clock()
-        group = ev.NONE if violation.group is None else violation.group
-        context.emit(
-            ev.VIOLATION, next(context.ids), now, now, group, violation.seq, session.keep(violation),
-        )  # fmt: skip
-        if recording is None:
-            return
-        recording.violation_count += 1
-        if len(recording.violations) < KEPT_VIOLATIONS:
-            recording.violations.append(violation)
-        options = recording.options
-        try:
-            policy.act(violation, options.on_violation, options.raise_until_step, session.log, session.identity.rank)
-        except InvariantViolation:
-            if self.before_collective is not None:
-                session.drain.flush_now()
-            raise
-        except BaseException as error:
-            self._from_callable = error  # a function of the user's may raise whatever it likes
-            raise
-
-
-def _rule_options(options: Options) -> dict[str, dict[str, Any]]:
-    own = {name: dict(values) for name, values in (options.rule_options or {}).items()}
-    if options.budget_bytes is not None and "unsharded-budget" in registry.RULES:
-        own.setdefault("unsharded-budget", {}).setdefault("budget_bytes", options.budget_bytes)
-    return own
 
 
 class Recording:
