@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fsdptrace import events as ev
 from fsdptrace.checks.policy import logger
 from fsdptrace.checks.text import count, size
 from fsdptrace.checks.tracker import Tracker
@@ -24,10 +23,7 @@ def describe(tracker: Tracker, violations: dict[str, int]) -> str:
     past = [group for group in tracker.past_backward() if group.opened > group.over or group.open]
     if past:
         first = min(past, key=lambda group: group.opened)
-        _, direction, mode = ev.unpack_how(first.opened_how)
-        who = "a call of unshard()" if mode == "manual" else "its own hook"
-        if direction:
-            who = f"the {mode} {direction} prefetch of {tracker.name(first.opened_by)}"
+        who = tracker.asked_by(first.opened_how, first.opened_by)
         total, verb = size(sum(group.bytes for group in past)), "are" if len(past) > 1 else "is"
         text += (
             f" {len(past):,} of them, {total}, {verb} past their backward: the first, {first.name}, was gathered at "

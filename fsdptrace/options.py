@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 DETAILS = ("auto", "full", "summary")
@@ -226,8 +226,3 @@ def _schedule(text: str) -> Callable[[int], Any]:
 
     made: Callable[[int], Any] = schedule(**{"wait": 0, "warmup": 0, "active": 1, **values})
     return made
-
-
-def with_changes(options: Options, **changes: Any) -> Options:
-    """A copy of ``options`` with some values changed."""
-    return replace(options, **changes)

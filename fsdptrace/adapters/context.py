@@ -32,9 +32,8 @@ BUSY = 10  # 1 when the running step has an event other than snapshots
 ENTERED = 11  # kind + 32 * group of a collective that was entered and not left, 0 without
 HOW = 12  # packed how of the prefetch that is running, 0 without
 ISSUER = 13  # its source
-# 14 is free
-REPAIR = 15  # 1 between the first and the last pre-forward hook of a unit in a backward: FSDPState may gather it there
-SIZE = 16
+REPAIR = 14  # 1 between the first and the last pre-forward hook of a unit in a backward: FSDPState may gather it there
+SIZE = 15
 GROUP_UNIT = 32
 
 # The group + 1 whose _backward_prefetch is running and its context, 0 and None without. Of the process, not of a model: roots

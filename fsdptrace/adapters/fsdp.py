@@ -29,7 +29,7 @@ from fsdptrace.adapters.context import (
     clock,
     graph_task_id,
 )  # fmt: skip
-from fsdptrace.adapters.describe import Described, Unit, describe
+from fsdptrace.adapters.describe import Described, Unit
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.adapters.look import flags_of
@@ -313,11 +313,3 @@ class InstalledModel:
         """The distinct iteration contexts of the model's states: one per root once they are initialised."""
         contexts = {id(unit.state._state_ctx): unit.state._state_ctx for unit in self.units if unit.state}
         return list(contexts.values())
-
-
-def prepare(model: nn.Module, number: int, context: Context) -> InstalledModel:
-    """Describes ``model`` and makes its hooks, without putting them on."""
-    return InstalledModel(context, describe(model, number))
-
-
-__all__ = ["InstalledModel", "prepare"]

@@ -54,12 +54,7 @@ class GatherAfterBackward(Rule):
         stale_order = tracker.by_leftover(d, e, group)
         held = [g for g in tracker.past_backward() if g.opened > g.over and not g.open]
         total = sum(g.bytes for g in held)
-        issuer = tracker.name(d)
-        who = {
-            "implicit": f"the implicit backward prefetch of {issuer}",
-            "explicit": f"the explicit {direction} prefetch of {issuer}",
-            "manual": "a call of unshard()",
-        }[mode]
+        who = tracker.asked_by(e, d)
         message = (
             f"{who} gathered {state.name} ({size(a)}) at event {seq}, after its backward was over (event {state.over}). "
             "Nobody will use it before the parameters change; it stays until this backward ends."

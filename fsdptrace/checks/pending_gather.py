@@ -45,12 +45,7 @@ class PendingGather(Rule):
         _, direction, mode = ev.unpack_how(state.opened_how)
         age = tracker.step_number - state.opened_step
         when = f"{count(age, 'step')} ago" if age else "in this step"
-        who = {
-            "implicit": f"the implicit backward prefetch of {tracker.name(state.opened_by)}",
-            "explicit": f"the explicit {direction} prefetch of {tracker.name(state.opened_by)}",
-            "manual": "a call of unshard(async_op=True)",
-            "": "its own hook",
-        }[mode]
+        who = tracker.asked_by(state.opened_how, state.opened_by, "unshard(async_op=True)")
         if mode == "explicit" and direction == "forward":
             hint = (
                 f"{tracker.name(state.opened_by)}.set_modules_to_forward_prefetch(...) names {state.name}, which did not run: "

@@ -154,6 +154,13 @@ class Tracker:
         """How ``group`` is called in a message."""
         return self.groups[group].name if group >= 0 else "a unit without parameters"
 
+    def asked_by(self, how: int, issuer: int, call: str = "unshard()") -> str:
+        """Who asked for a gather, for a message: a prefetch and its source, the user's ``call``, or the group's own hook."""
+        _, direction, mode = ev.unpack_how(how)
+        if direction:
+            return f"the {mode} {direction} prefetch of {self.name(issuer)}"
+        return f"a call of {call}" if mode == "manual" else "its own hook"
+
     def by_leftover(self, issuer: int, how: int, target: int) -> bool:
         """Whether a prefetch is due to what an earlier pass left in the post-forward order list.
 

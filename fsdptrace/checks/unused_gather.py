@@ -67,7 +67,7 @@ class UnusedGather(Rule):
         state.blamed = opened
         tracker = self.tracker
         issuer = tracker.name(opened_by)
-        who = f"the {mode} {direction} prefetch of {issuer}" if mode else "its own hook"
+        who = tracker.asked_by(opened_how, opened_by)
         if mode == "explicit":
             call = f"set_modules_to_{direction}_prefetch"
             hint = f"Take {state.name} off the list of {issuer}.{call}(...), or name a unit there that runs."
