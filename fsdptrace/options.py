@@ -11,6 +11,7 @@ from typing import Any
 DETAILS = ("auto", "full", "summary")
 FLUSHES = ("none", "collective")
 _OFF = ("0", "false", "off", "no")
+_OURS = ("FSDPTRACE_TALLY",)  # set by `fsdptrace run` for its children: no options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,43 @@ def resolve(**given: Any) -> Options:
             values[name] = int(value)
     options = Options(**values)
     _check(options)
+    _tell([*unknown_variables(), *_unknown_rule_options(options)])
     return options
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """One line per variable that is named as an option of ours and is none: most often a slip of the finger."""
+    import difflib
+
+    known = ["FSDPTRACE", *_OURS, *(f"FSDPTRACE_{suffix}" for suffix, _ in _readers().values())]
+    lines = []
+    for name in sorted(environment):
+        if name.startswith("FSDPTRACE_") and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            lines.append(
+                f"{name} is no option of fsdptrace and changes nothing" + (f"; did you mean {near[0]}?" if near else "")
+            )
+    return lines
+
+
+def _unknown_rule_options(options: Options) -> list[str]:
+    from fsdptrace.checks import registry
+
+    return registry.unknown_options(options.rule_options or {})
+
+
+_told: set[str] = set()
+
+
+def _tell(lines: Sequence[str]) -> None:
+    """Each line once in a process, and of a launched job on rank 0 only."""
+    new = [line for line in lines if line not in _told]
+    _told.update(new)
+    if new and os.environ.get("RANK", "0") == "0":
+        from fsdptrace.checks.policy import logger
+
+        for line in new:
+            logger().warning(line)
 
 
 def check_environment(changes: Mapping[str, str]) -> None:
@@ -119,7 +156,20 @@ def check_environment(changes: Mapping[str, str]) -> None:
 
 
 def _from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    readers: dict[str, tuple[str, Callable[[str], Any]]] = {
+    values: dict[str, Any] = {}
+    for name, (suffix, read) in _readers().items():
+        text = environment.get(f"FSDPTRACE_{suffix}", "").strip()
+        if text:
+            try:
+                values[name] = read(text)
+            except ValueError as error:
+                raise ValueError(f"FSDPTRACE_{suffix}={text!r}: {error}") from None
+    return values
+
+
+def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
+    """Of each option that the environment can set: the end of the variable's name, and how its text is read."""
+    return {
         "out": ("OUT", str),
         "exporters": ("EXPORT", _names),
         "checks": ("CHECKS", _checks),
@@ -133,15 +183,6 @@ def _from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, 
         "run_id": ("RUN_ID", str),
         "role": ("ROLE", str),
     }
-    values: dict[str, Any] = {}
-    for name, (suffix, read) in readers.items():
-        text = environment.get(f"FSDPTRACE_{suffix}", "").strip()
-        if text:
-            try:
-                values[name] = read(text)
-            except ValueError as error:
-                raise ValueError(f"FSDPTRACE_{suffix}={text!r}: {error}") from None
-    return values
 
 
 def _check(options: Options) -> None:

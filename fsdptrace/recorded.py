@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
@@ -33,7 +33,8 @@ class Recorded:
         self.failed = False
         described = describe(model, number)
         rules = registry.select(options.checks, options.budget_bytes is not None)
-        self.engine = Engine(described.map, rules, self._on_violation, report.release, _rule_options(options))
+        own = registry.options_of(options.rule_options, options.budget_bytes)
+        self.engine = Engine(described.map, rules, self._on_violation, report.release, own)
         # None where nothing is to do, so that a hook pays one comparison.
         self.before_collective = self._flush if options.flush == "collective" else None
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
@@ -136,10 +137,3 @@ class Recorded:
         except BaseException as error:
             self._from_callable = error  # a function of the user's may raise whatever it likes
             raise
-
-
-def _rule_options(options: Options) -> dict[str, dict[str, Any]]:
-    own = {name: dict(values) for name, values in (options.rule_options or {}).items()}
-    if options.budget_bytes is not None and "unsharded-budget" in registry.RULES:
-        own.setdefault("unsharded-budget", {}).setdefault("budget_bytes", options.budget_bytes)
-    return own

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -172,6 +173,7 @@ class Session:
                 "flush": options.flush,
                 "max_bytes": options.max_bytes,
                 "budget_bytes": options.budget_bytes,
+                "rule_options": _plain(options.rule_options),
                 "schedule": options.schedule is not None,
             },
             "clock": {"perf_counter_ns": self.clock[0], "unix_ns": self.clock[1]},
@@ -268,6 +270,16 @@ class Session:
         self.ring.clear()
         if self.writer is not None:
             self.writer.abandon()
+
+
+def _plain(options: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]] | None:
+    """Options of rules as JSON can carry them; what it cannot is left out, and the rule's own value is used by `check`."""
+    if not options:
+        return None
+    return {
+        rule: {key: value for key, value in values.items() if isinstance(value, (str, int, float, bool, type(None)))}
+        for rule, values in options.items()
+    }
 
 
 def _line(data: dict[str, Any]) -> str:

@@ -116,6 +116,24 @@ def test_unknown_keyword() -> None:
         fsdptrace.record(torch.nn.Linear(1, 1), outdir="x")
 
 
+def test_slips_of_the_finger_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("fsdptrace.options._told", set())
+    monkeypatch.setenv("FSDPTRACE_DETIAL", "full")
+    monkeypatch.setenv("FSDPTRACE_OUT", "here")
+    monkeypatch.setenv("FSDPTRACE_TALLY", "/tmp/x")
+    for _ in range(2):
+        resolve(rule_options={"unsharded-budget": {"budget": 5}, "wrong-root": {"x": 1}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "FSDPTRACE_DETIAL is no option of fsdptrace and changes nothing; did you mean FSDPTRACE_DETAIL?",
+        "rule_options: unsharded-budget has no option 'budget', so it changes nothing; there is budget_bytes",
+        "rule_options: wrong-root has no option 'x', so it changes nothing; it has none",
+    ]
+    monkeypatch.setattr("fsdptrace.options._told", set())
+    monkeypatch.setenv("RANK", "3")
+    resolve()
+    assert len(caplog.records) == 3  # rank 0 of a job says it
+
+
 def test_sizes() -> None:
     assert parse_bytes("1073741824") == 1024**3
     assert parse_bytes("64MiB") == parse_bytes("64 mib") == 64 * 1024**2

@@ -1,6 +1,6 @@
 """Reading traces: finished or cut off, of one rank or many. Needs neither torch nor numpy."""
 
-from fsdptrace.analysis.check import CheckResult, check
+from fsdptrace.analysis.check import CheckResult, check, known_as, read_baseline
 from fsdptrace.analysis.findings import Finding, Seen
 from fsdptrace.analysis.process import ProcessTrace, StepLine, StepPart, read_process
 from fsdptrace.analysis.rows import UnitRow, by_pattern
@@ -26,6 +26,8 @@ __all__ = [
     "check",
     "choose",
     "find_runs",
+    "known_as",
     "load",
+    "read_baseline",
     "read_process",
 ]  # fmt: skip

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdptrace.adapters.compat import release_of
 from fsdptrace.analysis import notes
 from fsdptrace.analysis.findings import Collector, Finding
 from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.records import PARSE_ERRORS, parse
 from fsdptrace.analysis.sources import Problem, Source, choose, find_runs
 from fsdptrace.checks import registry
 from fsdptrace.checks.base import Rule, Violation
@@ -36,6 +37,9 @@ class CheckResult:
         findings: all of them; ``source`` says whether a rule found it in the files or it repeats what was found online.
         judged, incomplete: steps (of ranks and models) that could and could not be judged.
         new, gone: how many violations were found only now, and only while recording, in steps that could be judged.
+        missing: why "nothing found" would not be the whole truth: ranks without a file, processes that died, lines that are
+            damaged, rules of which nothing is known for some steps. Empty when the verdict is whole.
+        known: findings of ``findings`` that are in the baseline, as ``(rule, pattern, root)``.
         compared: whether any of the rules ran while recording.
         notes, problems: as in a report.
     """
@@ -53,25 +57,69 @@ class CheckResult:
     others: list[str] = field(default_factory=list)
     ranks: int = 0
     compared: bool = True
+    missing: list[str] = field(default_factory=list)
+    known: set[Known] = field(default_factory=set)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Findings of severity ``error`` that are not in the baseline."""
+        return [finding for finding in self.findings if finding.severity == "error" and known_as(finding) not in self.known]
 
     @property
     def failed(self) -> bool:
-        """Whether a violation of severity ``error`` was found."""
-        return any(finding.severity == "error" for finding in self.findings)
+        """Whether a violation of severity ``error`` was found that is not in the baseline."""
+        return bool(self.errors)
+
+    @property
+    def verdict(self) -> str:
+        """``failed``, ``incomplete`` (nothing that fails it was found, but not everything could be judged) or ``passed``."""
+        return "failed" if self.failed else "incomplete" if self.missing else "passed"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as ``check --json`` prints it."""
         return {
-            "schema": SCHEMA, "run": self.run, "folder": str(self.folder), "rules": list(self.rules), "failed": self.failed,
-            "findings": [finding.to_json() for finding in self.findings], "judged_steps": self.judged,
+            "schema": SCHEMA, "run": self.run, "folder": str(self.folder), "rules": list(self.rules),
+            "verdict": self.verdict, "failed": self.failed, "missing": self.missing,
+            "findings": [{**finding.to_json(), "known": known_as(finding) in self.known} for finding in self.findings],
+            "judged_steps": self.judged,
             "incomplete_steps": self.incomplete, "found_only_now": self.new, "found_only_online": self.gone,
             "notes": self.notes, "problems": [str(problem) for problem in self.problems], "other_runs": self.others,
             "ranks": self.ranks,
         }  # fmt: skip
 
 
+NO_BASELINE: tuple[type[Exception], ...] = (*PARSE_ERRORS, KeyError, TypeError)
+Known = tuple[str, str, str, str]
+
+
+def known_as(finding: Finding) -> Known:
+    """What a finding is known by in a baseline: rule, severity, name pattern, the model's class."""
+    return finding.rule, finding.severity, finding.pattern, finding.root
+
+
+def read_baseline(path: str | Path) -> set[Known]:
+    """The findings of a baseline: what ``fsdptrace check DIR --json`` printed.
+
+    Raises:
+        ValueError: it is something else; the message says how to make one.
+        OSError: it cannot be read.
+    """
+    try:
+        data = parse(Path(path).read_bytes())
+        if data["schema"] != SCHEMA:
+            raise KeyError
+        found = [tuple(str(item[key]) for key in ("rule", "severity", "pattern", "root")) for item in data["findings"]]
+    except NO_BASELINE:
+        raise ValueError(f"{path}: no baseline; make one with `fsdptrace check DIR --json > {path}`") from None
+    return {(rule, severity, name, root) for rule, severity, name, root in found}
+
+
 def check(
-    folder: str | Path, run: str | None = None, select: Sequence[str] | None = None, ignore: Sequence[str] = ()
+    folder: str | Path,
+    run: str | None = None,
+    select: Sequence[str] | None = None,
+    ignore: Sequence[str] = (),
+    baseline: str | Path | None = None,
 ) -> CheckResult:
     """Runs rules over a run's files.
 
@@ -79,23 +127,26 @@ def check(
         folder: as for :func:`fsdptrace.analysis.load`, and so is ``run``.
         select: rules to run, by name (``"all"`` is every one); those that ran while recording when not given.
         ignore: rules to leave out.
+        baseline: what ``check --json`` printed once: its findings are known and fail no more.
 
     Raises:
         NotATrace: there is nothing to read.
-        ValueError: a name is no rule's.
+        ValueError: a name is no rule's, or ``baseline`` is none.
+        OSError: ``baseline`` cannot be read.
     """
+    known = read_baseline(baseline) if baseline is not None else set()
     registry.check_names(ignore, "--ignore")
     if select is not None:
         registry.check_names([name for name in select if name != "all"], "--select")
     runs, problems = find_runs(folder)
     chosen = choose(runs, run)
     judges = [_Judge(source, _rules_for(source, select, ignore)) for source in chosen.sources]
-    online, file = Collector("online"), Collector("file")
+    collectors = Collectors(Collector("file"), Collector("both"), Collector("online"))
     for judge in judges:
-        judge.run(online, file)
+        judge.run(collectors)
     processes = [judge.trace for judge in judges]
     names = {name for judge in judges for name in judge.names}
-    findings = [*file.findings(), *online.findings()]
+    findings = [finding for collector in collectors for finding in collector.findings()]
     return CheckResult(
         chosen.label, chosen.sources[0].path.parent, tuple(name for name in registry.RULES if name in names),
         sorted(findings, key=lambda f: ("error", "warning", "info").index(f.severity) if f.severity in _KNOWN else 3),
@@ -104,8 +155,16 @@ def check(
         [*_notes(judges), *notes.about(processes)],
         [*problems, *(problem for judge in judges for problem in judge.problems)],
         [other.label for other in runs if other is not chosen], len(processes),
-        any(judge.names & judge.online_names for judge in judges),
+        any(judge.names & judge.online_names for judge in judges), _missing(judges, alone=Path(folder).is_file()), known,
     )  # fmt: skip
+
+
+class Collectors(NamedTuple):
+    """Violations by where they were found: in the files only, in both, or while recording only."""
+
+    file: Collector
+    both: Collector
+    online: Collector
 
 
 _KNOWN = ("error", "warning", "info")
@@ -120,16 +179,40 @@ def _rules_for(source: Source, select: Sequence[str] | None, ignore: Sequence[st
 
 
 def _notes(judges: Sequence[_Judge]) -> list[str]:
-    lines = []
     incomplete = sum(judge.incomplete for judge in judges)
-    if incomplete:
+    if not incomplete:
+        return []
+    return [
+        f"{count(incomplete, 'step')} (summed over ranks) cannot be judged again, since not all events of them and of the "
+        "steps before them are in the files; what was found while they ran is repeated"
+    ]
+
+
+def _missing(judges: Sequence[_Judge], alone: bool) -> list[str]:
+    """What keeps the verdict from being whole; ``alone``: one file was asked for, so that other ranks are not missing."""
+    processes = [judge.trace for judge in judges]
+    lines = [] if alone else notes.missing_ranks(processes)
+    unended = [process.rank for process in processes if process.end is None]
+    if unended:
+        lines.append(f"{notes.ranks_text(unended)}: no end line, so that what came last may be missing")
+    damaged = [process.rank for process in processes if process.damaged]
+    if damaged:
+        lines.append(f"{notes.ranks_text(damaged)}: lines that cannot be read")
+    lost = sum(process.lost_violations for process in processes)
+    if lost:
+        lines.append(f"{count(lost, 'violation')} were found of which no line was kept")
+    silent = sorted({name for judge in judges if judge.incomplete for name in judge.names - judge.online_names})
+    if silent:
+        steps = sum(judge.incomplete for judge in judges if judge.names - judge.online_names)
         lines.append(
-            f"incomplete: {count(incomplete, 'step')} (summed over ranks) cannot be judged, since not all events of them "
-            "and of the steps before them are in the files; what was found while they ran is repeated"
+            f"{', '.join(silent)} did not run while recording, so nothing is known of the {count(steps, 'step')} that cannot "
+            'be judged from the files (record with detail="full")'
         )
-        silent = sorted({name for judge in judges if judge.incomplete for name in judge.names - judge.online_names})
-        if silent:
-            lines.append(f"incomplete: {', '.join(silent)} did not run while recording, so nothing is known of those steps")
+    broken = sum(judge.broken for judge in judges)
+    if broken:
+        lines.append(f"{count(broken, 'step')} on which a rule failed")
+    if not any(process.steps or process.running_step for process in processes):
+        lines.append("there is no step in the files")
     return lines
 
 
@@ -141,7 +224,7 @@ class _Judge:
         self._rules = rules
         self.names = {rule.name for rule in rules}
         self.online_names = set(notes.rules_of(source.header.options))
-        self.judged = self.incomplete = self.new = self.gone = 0
+        self.judged = self.incomplete = self.new = self.gone = self.broken = 0
         self.problems: list[Problem] = []
         self.trace: ProcessTrace
         self._engines: dict[int, Engine | None] = {}
@@ -150,13 +233,12 @@ class _Judge:
         self._judged: set[tuple[int, int]] = set()
         self._step = 0
 
-    def run(self, online: Collector, file: Collector) -> None:
+    def run(self, collectors: Collectors) -> None:
         """Reads the files; what was found goes to the collectors."""
         self.trace = trace = read_process(self._source, self)
         self.problems += trace.problems
         roots = {number: model.root for number, model in trace.models.items()}
         path = str(self._source.path)
-        file.add(self._found, trace.rank, roots, path)
         # Rules that this version does not have (an older or newer one's, somebody's own) cannot be run again.
         wanted = [data for data in trace.violations if data["rule"] in self.names or data["rule"] not in registry.RULES]
         repeated: list[dict[str, Any]] = []
@@ -164,8 +246,10 @@ class _Judge:
         for data in wanted:
             again = (data["model"], data["step"]) in self._judged and data["rule"] in self.names
             (judged if again else repeated).append(data)
-        online.add(repeated, trace.rank, roots, path)
+        collectors.online.add(repeated, trace.rank, roots, path)
         now, then = {_key(data) for data in self._found}, {_key(data) for data in judged}
+        collectors.file.add([data for data in self._found if _key(data) not in then], trace.rank, roots, path)
+        collectors.both.add([data for data in self._found if _key(data) in then], trace.rank, roots, path)
         self.new = sum(key not in then and key[0] in self.online_names for key in now)
         self.gone = len(then - now)
 
@@ -184,6 +268,7 @@ class _Judge:
         except Exception as error:  # a file can hold what no recorder writes
             self._engines[number] = None
             self.incomplete += 1
+            self.broken += 1
             self.problems.append(
                 Problem(self._source.path, f"step {part.step} cannot be judged: {type(error).__name__}: {error}")
             )
@@ -200,10 +285,8 @@ class _Judge:
             self._maps[number] = part.map
             return None
         header = self._source.header
-        budget = header.options.get("budget_bytes")
-        options: Mapping[str, Mapping[str, Any]] = (
-            {"unsharded-budget": {"budget_bytes": budget}} if isinstance(budget, int) else {}
-        )
+        budget, given = header.options.get("budget_bytes"), header.options.get("rule_options")
+        options = registry.options_of(given if isinstance(given, dict) else None, budget if isinstance(budget, int) else None)
         engine = Engine(
             part.map, self._rules, lambda violation: self._report(violation, number),
             release_of(header.versions.get("torch", "")), options,

@@ -41,7 +41,7 @@ class Finding:
         bytes: largest of one violation.
         step_bytes: largest sum over the violations of one step on one rank.
         first: the earliest.
-        source: ``online`` (found while it ran) or ``file`` (found by ``check``).
+        source: ``online`` (found while it ran), ``file`` (found by ``check`` in the files only) or ``both``.
     """
 
     rule: str

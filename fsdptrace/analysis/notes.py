@@ -104,7 +104,7 @@ def about(processes: Sequence[ProcessTrace]) -> list[str]:
     """All that is incomplete or out of the ordinary, most important first."""
     return [
         *_not_ended(processes),
-        *_missing_ranks(processes),
+        *missing_ranks(processes),
         *_apart(processes),
         *_exceptions(processes),
         *_versions(processes),
@@ -152,7 +152,8 @@ def entered_text(process: ProcessTrace) -> str:
     return f"it had entered the {what.get(kind, kind)} of {name} and not left it"
 
 
-def _missing_ranks(processes: Sequence[ProcessTrace]) -> list[str]:
+def missing_ranks(processes: Sequence[ProcessTrace]) -> list[str]:
+    """One line per role of which not every rank has a file."""
     lines = []
     for role in dict.fromkeys(process.header.role for process in processes):
         own = [process for process in processes if process.header.role == role]

@@ -58,6 +58,25 @@ def check_names(names: Iterable[str], where: str) -> None:
         raise ValueError(f"{where}: no rule named {', '.join(map(repr, unknown))}; there are {', '.join(RULES)}")
 
 
+def options_of(given: Mapping[str, Any] | None, budget_bytes: int | None) -> dict[str, dict[str, Any]]:
+    """Options by rule name: ``rule_options`` as given, with ``budget_bytes`` where ``unsharded-budget`` has none of its own."""
+    own = {name: dict(values) for name, values in (given or {}).items() if isinstance(values, Mapping)}
+    if budget_bytes is not None and "unsharded-budget" in RULES:
+        own.setdefault("unsharded-budget", {}).setdefault("budget_bytes", budget_bytes)
+    return own
+
+
+def unknown_options(given: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """One line per option that its rule does not have."""
+    return [
+        f"rule_options: {rule} has no option {key!r}, so it changes nothing; "
+        + (f"there is {', '.join(RULES[rule].options)}" if RULES[rule].options else "it has none")
+        for rule, values in given.items()
+        for key in values
+        if key not in RULES[rule].options
+    ]
+
+
 def make(rules: Sequence[type[Rule]], tracker: Any, report: Any, options: Mapping[str, Mapping[str, Any]]) -> list[Rule]:
     """One object per rule for one model."""
     return [rule(tracker, report, options.get(rule.name)) for rule in rules]

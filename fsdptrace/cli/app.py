@@ -22,9 +22,19 @@ app = typer.Typer(
 FOUND = 1
 UNUSABLE = 2
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="a run's folder, the out folder, or one file")]
+Folder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Argument(
+        metavar="DIR", help="a run's folder, the out folder, or one file; else where recordings go", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print data instead of text")]
 RunId = Annotated[Optional[str], typer.Option("--run", metavar="ID", help="which run of the folder; else the newest")]  # noqa: UP045
+
+
+def default_folder() -> Path:
+    """Where recordings go when nobody says otherwise."""
+    return Path(os.environ.get("FSDPTRACE_OUT", "").strip() or "fsdptrace-out")
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def _root(
 
 @app.command()
 def report(
-    folder: Folder,
+    folder: Folder = None,
     json: Json = False,
     run: RunId = None,
     steps: Annotated[bool, typer.Option("--steps", help="add a table of steps")] = False,
@@ -80,7 +90,7 @@ def report(
         from fsdptrace.cli import report as view
         from fsdptrace.cli.output import Screen, print_json
 
-        loaded = load(folder, run)
+        loaded = load(folder or default_folder(), run)
         if json:
             print_json(loaded.to_json(steps))
         else:
@@ -89,7 +99,7 @@ def report(
 
 @app.command()
 def check(
-    folder: Folder,
+    folder: Folder = None,
     json: Json = False,
     run: RunId = None,
     select: Annotated[
@@ -100,20 +110,32 @@ def check(
         Optional[list[str]],  # noqa: UP045
         typer.Option("--ignore", metavar="RULES", help="rules to leave out"),
     ] = None,
+    baseline: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--baseline", metavar="FILE", help="what `check --json` printed: findings in it are known and pass"),
+    ] = None,
+    incomplete: Annotated[
+        bool, typer.Option("--allow-incomplete", help="pass although ranks, ends of files or lines are missing")
+    ] = False,
 ) -> None:
-    """Runs the rules over the files; exit status 1 when a violation of severity error is found."""
+    """Runs the rules over the files.
+
+    Exit status 1 when a violation of severity error is found, 2 when none is but files, or parts of them, are missing.
+    """
     with _clear():
         from fsdptrace.analysis import check as run_check
         from fsdptrace.cli import check as view
         from fsdptrace.cli.output import Screen, print_json
 
-        result = run_check(folder, run, _names(select), _names(ignore) or ())
+        result = run_check(folder or default_folder(), run, _names(select), _names(ignore) or (), baseline)
         if json:
             print_json(result.to_json())
         else:
             view.show(Screen(), result)
     if result.failed:
         raise typer.Exit(FOUND)
+    if result.missing and not incomplete:
+        raise typer.Exit(UNUSABLE)
 
 
 @app.command()

@@ -94,15 +94,16 @@ def _release(release: tuple[int, int]) -> str:
 
 def _environment(out: Diagnosis) -> None:
     """Options in the environment: whether they can be used, and whether they switch recording off."""
-    from fsdptrace.options import Options, resolve
+    from fsdptrace.options import Options, check_environment, unknown_variables
 
     out.environment = sorted(name for name in os.environ if name.startswith("FSDPTRACE"))
+    out.notes += unknown_variables()
     if not Options().enabled:
         out.problems.append("FSDPTRACE=0 is set: every record() is switched off; unset it to record")
     if out.versions["structlog"] is None:
         return
     try:
-        resolve()
+        check_environment({})
     except ValueError as error:
         out.problems.append(f"an option in the environment cannot be used: {error}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdptrace.analysis import Finding, ModelReport, Run, UnitRow, by_pattern
+from fsdptrace.analysis import Finding, ModelReport, Run, StepLine, UnitRow, by_pattern
 from fsdptrace.analysis.notes import Basis, ranks_text, spans
 from fsdptrace.checks.text import count, size
 from fsdptrace.cli.output import STYLES, Column, Screen, clean, duration, name, number
@@ -202,7 +202,7 @@ def step_table(screen: Screen, run: Run, every: bool) -> None:
     ]  # fmt: skip
     cells = [
         [
-            str(line.step), *([str(line.model)] if many else []), str(rank), duration(line.duration_ns), f"{line.events:,}",
+            str(line.step), *([str(line.model)] if many else []), str(rank), _took(line), f"{line.events:,}",
             f"{line.gathers:,}", size(line.unsharded_peak), size(line.past_backward_peak), f"{line.violations:,}",
             "full" if line.full else "one line",
         ]
@@ -211,6 +211,10 @@ def step_table(screen: Screen, run: Run, every: bool) -> None:
     screen.table(columns, cells, ["red" if line.violations else "" for _, line in shown])
     if len(shown) < len(lines):
         screen.prose(f"({len(shown)} of {len(lines)} rows; --all shows each)", style="dim")
+
+
+def _took(line: StepLine) -> str:
+    return duration(line.duration_ns) if line.duration_ns else "-"  # of a first step whose events were not written
 
 
 def footing(screen: Screen, coverage: Sequence[str], notes: Sequence[str], problems: Sequence[str]) -> None:

@@ -64,9 +64,96 @@ def test_steps_after_a_gap_are_incomplete_and_repeated(tmp_path: Path) -> None:
     result = check(tmp_path)
     assert (result.judged, result.incomplete) == (1, 2)
     assert {finding.source: finding.first.step for finding in result.findings} == {"file": 0, "online": 2}
-    assert result.notes[0].startswith("incomplete: 2 steps")
+    assert result.notes[0].startswith("2 steps (summed over ranks) cannot be judged again")
+    assert result.missing == []  # the rule saw them while they ran: its verdict is whole
     others = check(tmp_path, select=["illegal-state"])
-    assert "illegal-state did not run while recording" in others.notes[1]
+    assert others.verdict == "incomplete"
+    (line,) = others.missing
+    assert line.startswith("illegal-state did not run while recording, so nothing is known of the 2 steps")
+
+
+def test_what_is_missing_keeps_it_from_passing(tmp_path: Path) -> None:
+    for rank, ends in ((0, True), (3, False)):
+        made = Made(rank, 4)
+        made.step()
+        if ends:
+            made.end()
+        else:
+            made.lines[4] = "@@@"
+        path = made.write(tmp_path)
+    result = check(tmp_path)
+    assert (result.verdict, result.findings) == ("incomplete", [])
+    assert result.missing == [
+        "no file of ranks 1-2 (2 of 4 ranks are here)",
+        "rank 3: no end line, so that what came last may be missing",
+        "rank 3: lines that cannot be read",
+    ]
+    assert check(path.with_name("rank00000.node-100.jsonl")).verdict == "passed"  # one file: that rank was asked for
+    empty = Made(0, 1, "empty")
+    empty.end()
+    assert check(empty.write(tmp_path)).missing == ["there is no step in the files"]
+
+
+def test_where_a_finding_was_found(tmp_path: Path) -> None:
+    """The same violation three times: in a file that has no line of it, in one that has, and where it cannot be judged."""
+    sources = []
+    for place in ("file", "both", "online"):
+        made = Made(0, 1, place, **BUDGET)
+        if place == "online":
+            made.one_line_step()
+        made.step()
+        if place != "file":
+            step = made.number - 1
+            made.lines.insert(-1, json.dumps({
+                "seq": made.seq, "kind": "violation", "t0": 1, "t1": 1, "step": step, "severity": "error", "message": "over",
+                "hint": "", "bytes": 4000, "cause": "", "rule": "unsharded-budget", "fqn": "layers.0", "evidence": [6, 11],
+                "group": 0,
+            }))  # fmt: skip
+        made.end()
+        (finding,) = check(made.write(tmp_path)).findings
+        sources.append(finding.source)
+    assert sources == ["file", "both", "online"]
+
+
+def test_a_baseline(tmp_path: Path) -> None:
+    made = Made(0, 1, **BUDGET)
+    made.step()
+    made.end()
+    made.write(tmp_path / "a")
+    first = check(tmp_path / "a")
+    baseline = tmp_path / "known.json"
+    baseline.write_text(json.dumps(first.to_json()))
+    again = check(tmp_path / "a", baseline=baseline)
+    assert (again.verdict, len(again.findings), again.errors) == ("passed", 1, [])
+    assert [item["known"] for item in again.to_json()["findings"]] == [True]
+    other = Made(0, 1, names={"head": 1000, "layers.1": 3000}, **BUDGET)
+    other.step()
+    other.end()
+    other.write(tmp_path / "b")
+    assert check(tmp_path / "b", baseline=baseline).verdict == "failed"  # the same rule, another unit
+    for text in ("[]", "{}", "nonsense", '{"schema": "fsdptrace-check/1"}'):
+        baseline.write_text(text)
+        with pytest.raises(ValueError, match="no baseline; make one with `fsdptrace check DIR --json > "):
+            check(tmp_path / "a", baseline=baseline)
+
+
+def test_the_options_of_rules_are_in_the_header(
+    fake_pg: Callable[..., Any], record: Callable[..., fsdptrace.Recording], tmp_path: Path
+) -> None:
+    """A budget given as a rule's own option: found online, and found again from the file alone."""
+    model = _nested(fake_pg(4), blocks=2)
+    names = ["unsharded-budget"]
+    with record(
+        model, checks=names, on_violation="record", rule_options={"unsharded-budget": {"budget_bytes": 1}}
+    ) as recording:
+        model(torch.randn(2, 16)).sum().backward()
+    recording.close()
+    online = len(recording.violations)
+    assert online > 0
+    result = check(recording.path)
+    assert (result.new, result.gone) == (0, 0)
+    assert sum(finding.times for finding in result.findings) == online
+    assert {finding.source for finding in result.findings} == {"both"}
 
 
 def test_a_step_that_lost_its_line_ends_what_can_be_judged(tmp_path: Path) -> None:

@@ -186,6 +186,48 @@ def test_check_exit_statuses(tmp_path: Path) -> None:
     assert json.loads(data.stdout)["failed"] is True
 
 
+def test_check_of_an_incomplete_run(tmp_path: Path) -> None:
+    run(tmp_path, ranks=1, world=2)
+    result = call("check", tmp_path)
+    assert result.exit_code == 2
+    assert "incomplete: nothing found in what there is, which is not all" in result.output
+    assert "no file of rank 1" in result.output
+    assert call("check", tmp_path, "--allow-incomplete").exit_code == 0
+    assert json.loads(call("check", tmp_path, "--json").stdout)["verdict"] == "incomplete"
+
+
+def test_check_with_a_baseline(tmp_path: Path) -> None:
+    faulty(tmp_path / "run")
+    known = tmp_path / "known.json"
+    known.write_text(call("check", tmp_path / "run", "--json").stdout)
+    result = call("check", tmp_path / "run", "--baseline", known)
+    assert result.exit_code == 0
+    assert "known from the baseline: gather-after-backward layers.*" in result.output
+    assert "passed: nothing new found" in result.output
+    assert call("check", tmp_path / "run", "--baseline", tmp_path / "nowhere").exit_code == 2
+
+
+def test_without_a_folder_it_is_where_recordings_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "fsdptrace-out: no such file or folder" in call("report").stderr
+    run(tmp_path / "fsdptrace-out", run_id="here")
+    run(tmp_path / "elsewhere", run_id="there")
+    assert "run here: " in call("report").output
+    assert "run there: " in call("report", FSDPTRACE_OUT=str(tmp_path / "elsewhere")).output
+    assert call("check").exit_code == 0
+
+
+def test_a_first_step_of_one_line_has_no_time(tmp_path: Path) -> None:
+    made = Made(0, 1)
+    made.one_line_step()
+    made.one_line_step()
+    made.end()
+    made.write(tmp_path)
+    lines = call("report", tmp_path, "--steps").output.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit() and line.endswith("one line")]
+    assert [row[2:4] for row in rows] == [["-", "4"], ["180", "ns"]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -211,7 +253,6 @@ def test_unusable_input_is_one_line_and_status_2(
 
 def test_unusable_arguments_are_status_2(tmp_path: Path) -> None:
     run(tmp_path)
-    assert call("report").exit_code == 2
     assert call("report", tmp_path, "--nope").exit_code == 2
     assert call("nope").exit_code == 2
     assert call("demo", "--steps", "0").exit_code == 2
