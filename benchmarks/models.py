@@ -33,6 +33,26 @@ class Block(nn.Module):
         return out
 
 
+class TransformerBlock(nn.Module):
+    """A pre-norm transformer block, as people wrap them: causal attention over heads and an MLP."""
+
+    def __init__(self, dim: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, dim))
+        out: torch.Tensor = x + self.mlp(self.norm2(x))
+        return out
+
+
 class Experts(nn.Module):
     """A unit of its own inside a block."""
 
@@ -74,10 +94,10 @@ class Stack(nn.Module):
         return x
 
 
-def blocks(mesh: DeviceMesh, count: int, dim: int, checkpoint: bool) -> Stack:
+def blocks(mesh: DeviceMesh, count: int, dim: int, checkpoint: bool, block: type[Block | TransformerBlock] = Block) -> Stack:
     """``count`` blocks, each a unit, checkpointed or not, and the root."""
     torch.manual_seed(0)
-    model = Stack([Block(dim) for _ in range(count)])
+    model = Stack([block(dim) for _ in range(count)])
     for i in range(count):
         if checkpoint:
             model.layers[i] = checkpoint_wrapper(model.layers[i])

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models import blocks, fake_group, nested
+from models import Block, TransformerBlock, blocks, fake_group, nested
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
@@ -112,7 +112,7 @@ class _Stub:
     def _to_sharded(self) -> None: ...
     def _to_sharded_post_forward(self) -> None: ...
     def use_training_state(self, training_state: Any) -> Any: ...
-    def _backward_prefetch(self) -> None: ...
+    def _prefetch_unshard(self, target: Any, pass_type: str) -> None: ...
     def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
         return args, kwargs
 
@@ -198,10 +198,12 @@ def bench_tight(bench: Bench) -> None:
         print(f"    {detail}")
 
 
-def bench_step(bench: Bench, rounds: int, checkpoint: bool, peers: bool, out: str) -> None:
+def bench_step(
+    bench: Bench, rounds: int, checkpoint: bool, peers: bool, out: str, block: type[Block | TransformerBlock] = TransformerBlock
+) -> None:
     """A step of 24 tiny blocks on the fake process group, against the same step without a tracer."""
     mesh = fake_group(16)
-    model = blocks(mesh, 24, 32, checkpoint)
+    model = blocks(mesh, 24, 32, checkpoint, block)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(2, 8, 32)
 
@@ -219,7 +221,9 @@ def bench_step(bench: Bench, rounds: int, checkpoint: bool, peers: bool, out: st
         "recording": lambda: fsdptrace.record(model, out=out, checks=False),
         "recording and checking": lambda: fsdptrace.record(model, out=out),
     }
-    title = "24 blocks, checkpointed" if checkpoint else "24 blocks"
+    title = "24 transformer blocks" if block is TransformerBlock else "24 blocks of 4 layers"
+    if checkpoint:
+        title += ", checkpointed"
     bench.add(f"{title}: events per step", str(events))
     for name, (median, low, extra) in interleaved(step, variants, rounds, 10).items():
         if name == "untraced":
@@ -363,6 +367,7 @@ def main() -> None:
         bench_tight(bench)
         bench_step(bench, args.rounds, False, not args.no_peers, out)
         bench_step(bench, args.rounds, True, not args.no_peers, out)
+        bench_step(bench, args.rounds, False, False, out, Block)
         bench_install(bench, out)
         bench_drain(bench, out)
         bench_collections(bench, out)

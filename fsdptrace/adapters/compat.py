@@ -22,7 +22,7 @@ TESTED: Final = ((2, 6), (2, 15))
 #: Names of FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py) that are wrapped.
 GROUP_METHODS: Final = (
     "unshard", "wait_for_unshard", "reshard", "pre_forward", "post_forward", "pre_backward", "post_backward",
-    "finalize_backward", "use_training_state", "_backward_prefetch", "_to_sharded", "_to_sharded_post_forward",
+    "finalize_backward", "use_training_state", "_prefetch_unshard", "_to_sharded", "_to_sharded_post_forward",
 )  # fmt: skip
 #: Names of FSDPState (_fsdp_state.py) that are wrapped.
 STATE_METHODS: Final = ("_pre_backward", "_root_post_backward_final_callback")

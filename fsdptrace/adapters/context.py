@@ -36,8 +36,8 @@ REPAIR = 14  # 1 between the first and the last pre-forward hook of a unit in a 
 SIZE = 15
 GROUP_UNIT = 32
 
-# The group + 1 whose _backward_prefetch is running and its context, 0 and None without. Of the process, not of a model: roots
-# that share a communication context (share_comm_ctx, torch 2.10) prefetch each other's groups.
+# The group + 1 that prefetches a group of another root and its context, 0 and None without. Of the process, not of a model:
+# roots that share a communication context (share_comm_ctx, torch 2.10) prefetch each other's groups.
 implicit: list[Any] = [0, None]
 
 
@@ -124,6 +124,7 @@ class Context:
         self.forward_start = self.forward_order = 0
         self.backward_finished = False
         self.roots: list[Any] = []
+        self.numbers: dict[int, int] = {}  # number of a group by its id(), while the hooks hold it
         self.seen_exception = 0
 
     def emit(

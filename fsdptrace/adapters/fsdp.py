@@ -68,6 +68,7 @@ class InstalledModel:
         if self.installed:
             return
         self.context.reset()
+        self.context.numbers.update((id(hooks.group), hooks.id) for hooks in self.groups)
         for hooks in self.groups:
             put_over(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
@@ -91,6 +92,7 @@ class InstalledModel:
         """Drops every strong reference to the model; :meth:`take_hold` gets them back as long as it lives."""
         self.remove()
         self.context.roots = []
+        self.context.numbers.clear()
         for hooks in self.groups:
             hooks.let_go()
         for unit in self._units:

@@ -179,27 +179,57 @@ class Gathering(GroupBase):
 
     # -- prefetching ---------------------------------------------------------------------------------------------------
     def _use_training_state(self) -> Wrapper:
-        group = self.group
+        group, shared = self.group, self.context.shared
         orig = self.method("use_training_state")
 
-        def use_training_state(training_state: Any) -> _Prefetch:
+        def use_training_state(training_state: Any) -> Any:
             # The only caller is _prefetch_unshard (2.6 to 2.15): "a prefetch targets this group".
+            if shared[HOW]:  # whose wrapper below records it
+                return orig(group, training_state)
             return _Prefetch(self, orig(group, training_state), training_state._value_)
 
         return use_training_state
 
-    def _backward_prefetch(self) -> Wrapper:
-        context, group, gid = self.context, self.group, self.id
-        orig = self.method("_backward_prefetch")
+    def _prefetch_unshard(self) -> Wrapper:
+        """Implicit backward prefetches: ``_backward_prefetch`` calls it on the group, all others on the class (2.6 to 2.15)."""
+        c, gid = self.context, self.id
+        append, ids, shared, owner, own = c.append, c.ids, c.shared, c.owner, c.numbers
+        handler = c.on[ev.PREFETCH]
+        name = "_prefetch_unshard"
+        function, others = getattr(type(self.group), name), self.others
+        how = BACKWARD_PREFETCH + IMPLICIT_MODE
 
-        def _backward_prefetch() -> Any:
-            implicit[:] = gid + 1, context
+        def _prefetch_unshard(target: Any, pass_type: str) -> Any:
+            orig = others.get(name, function)
+            number = own.get(id(target))
+            if number is None:  # a group of another root, whose own hooks record it
+                implicit[:] = gid + 1, c
+                try:
+                    return orig(target, pass_type)
+                finally:
+                    implicit[:] = 0, None
+            t0 = clock()
+            seq = next(ids)
+            outer = shared[PARENT]
+            shared[PARENT] = seq
+            shared[HOW] = how
+            shared[ISSUER] = gid
             try:
-                return orig(group)
+                result = orig(target, pass_type)
             finally:
-                implicit[:] = 0, None
+                shared[PARENT] = outer
+                shared[HOW] = 0
+            try:
+                context = shared[CONTEXT]
+                append((5, seq, t0, clock(), gid, outer or shared[TOP], context, number, how, 0, 0, 0))
+                handler(seq, gid, context, number, how, 0, 0, 0)
+            except Exception as error:
+                if owner.stop_run(error):
+                    raise
+                owner.fault(error)
+            return result
 
-        return _backward_prefetch
+        return _prefetch_unshard
 
     def _finalize_backward(self) -> Wrapper:
         c, group = self.context, self.group

@@ -28,7 +28,7 @@ class GroupBase:
     Attributes:
         id, info: number and static picture of the group.
         bytes: unsharded bytes of its last gather; ``known`` these and the dtype once measured, ``reduced`` what is known of a
-            reduction with all gradients: size, dtype, operator, divide factor.
+            reduction with all gradients: size, dtype, operator, divide factor, and ``leaves`` the unsharded parameters then.
         flags: its switches as last seen.
         others: what somebody else had put on the instance before us, by name.
     """
@@ -42,6 +42,7 @@ class GroupBase:
         self.flags = usual_flags(info)
         self.known: list[int] = []
         self.reduced: list[Any] = []
+        self.leaves: list[Any] = []
         self.shared_with_others = False
         self.others: dict[str, Any] = {}
 

@@ -29,7 +29,7 @@ class GroupHooks(Gathering, Passes):
             "_to_sharded": self._to_sharded("_to_sharded", 0),
             "_to_sharded_post_forward": self._to_sharded("_to_sharded_post_forward", 1),
             "use_training_state": self._use_training_state(),
-            "_backward_prefetch": self._backward_prefetch(),
+            "_prefetch_unshard": self._prefetch_unshard(),
             "pre_forward": self._pre_forward(),
             "post_forward": self._post_forward(),
             "pre_backward": self._pre_backward(),
@@ -57,6 +57,7 @@ class GroupHooks(Gathering, Passes):
         """Drops every strong reference to the group: while no recording is active nothing of ours keeps a model alive."""
         self.group = None
         self.others.clear()
+        self.leaves.clear()
         groups, params = self._cells
         for cell in groups:
             cell.cell_contents = None
@@ -71,6 +72,7 @@ class GroupHooks(Gathering, Passes):
         self.group = group
         self.known.clear()
         self.reduced.clear()
+        self.leaves.clear()
         groups, params = self._cells
         for cell in groups:
             cell.cell_contents = group

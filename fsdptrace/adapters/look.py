@@ -28,6 +28,14 @@ def count_gradients(params: Any) -> int:
     return found
 
 
+def leaves_of(params: Any) -> list[Any]:
+    """The unsharded parameters, whose ``.grad`` says at once that all gradients are there; none when some are frozen, which
+    never have one. PyTorch makes them at the first gather and keeps them (``init_unsharded_param``, _fsdp_param.py, 2.13)."""
+    if not all(param.sharded_param.requires_grad for param in params):
+        return []
+    return [param._unsharded_param for param in params]
+
+
 def any_unsharded(params: Any) -> bool:
     """Whether a trainable parameter of the group was ever gathered (what a filled-in gradient needs)."""
     return any((p := param.__dict__.get("_unsharded_param")) is not None and p.requires_grad for param in params)

@@ -25,9 +25,12 @@ from fsdptrace.adapters.look import (
     count_gradients,
     dtype_number,
     flags_of,
+    leaves_of,
     reduce_op,
     unhooked_inputs,
 )  # fmt: skip
+
+BACKWARD_FLAGS = 23  # all but reshard_after_forward
 
 
 class Passes(GroupBase):
@@ -151,7 +154,7 @@ class Passes(GroupBase):
         append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler, scattered = c.on[ev.POST_BACKWARD], c.on[ev.REDUCE_SCATTER]
         orig = self.method("post_backward")
-        params = group.fsdp_params
+        params, leaves = group.fsdp_params, self.leaves
         entered = ev.POST_BACKWARD + GROUP_UNIT * gid
         flush, model = owner.before_collective, c.model
         trainable, world, plain = self.info.trainable, self.info.world, self.info.replicate_world == 1
@@ -165,7 +168,14 @@ class Passes(GroupBase):
             outer = shared[PARENT]
             shared[PARENT] = seq
             before = group._training_state._value_
-            grads = count_gradients(params)
+            # The usual case first: every parameter has its gradient. What was accumulated elsewhere, and who has none, is
+            # looked for only when one is missing.
+            for leaf in leaves:
+                if leaf.grad is None:
+                    grads = count_gradients(params)
+                    break
+            else:
+                grads = len(leaves) or count_gradients(params)
             reduces = group.reduce_grads
             if grads and reduces:
                 shared[ENTERED] = entered
@@ -181,9 +191,14 @@ class Passes(GroupBase):
             shared[PARENT] = outer
             shared[ENTERED] = 0
             try:
-                flags = flags_of(group)
-                if flags != self.flags:
-                    self.flags_changed(flags, seq)
+                flags = (  # as flags_of() has it, without what was used in the forward
+                    (1 if reduces else 0)
+                    | (2 if group.all_reduce_grads else 0)
+                    | (4 if group.reshard_after_backward else 0)
+                    | (16 if group.unshard_in_backward else 0)
+                )
+                if flags != self.flags & BACKWARD_FLAGS:
+                    self.flags_changed(flags | self.flags & ~BACKWARD_FLAGS, seq)
                 context = shared[CONTEXT]
                 if not reduces:
                     pass
@@ -221,6 +236,7 @@ class Passes(GroupBase):
         op = reduce_op(group, dtype, info)
         if grads == info.trainable and info.world > 1 and hasattr(group, "gradient_divide_factor"):
             self.reduced[:] = size, dtype, op, group.gradient_divide_factor
+            self.leaves[:] = leaves_of(group.fsdp_params)
         if info.world > 1:
             c.emit(ev.REDUCE_SCATTER, next(c.ids), t0, t1, self.id, parent, size, info.world, dtype, grads, op)
         if info.replicate_world > 1 and flags & 2:
