@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdptrace
+from support.browser import Browser, executable
 
 _OURS = ("FSDPTRACE", "TORCHELASTIC_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -68,3 +69,14 @@ def record(tmp_path: Path) -> Iterator[Callable[..., fsdptrace.Recording]]:
         recording.close()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("fsdptrace")]
     assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """A headless Chromium for all tests that look at pages. Without one they are skipped, by name and reason."""
+    path = executable()
+    if path is None:
+        pytest.skip("no chromium here: install it (Debian: apt-get install chromium) or set TEST_CHROMIUM to its path")
+    started = Browser(path)
+    yield started
+    started.close()

@@ -55,6 +55,8 @@ def test_wheel_holds_every_module(wheel: Path) -> None:
     for parent, package in ((ROOT, "fsdptrace"), (ROOT / "exporters", "fsdptrace_exporters")):
         for path in (parent / package).rglob("*.py"):
             assert path.relative_to(parent).as_posix() in names
+    for path in (ROOT / "fsdptrace" / "html" / "static").iterdir():
+        assert path.relative_to(ROOT).as_posix() in names
 
 
 def test_wheel_imports_from_elsewhere_without_torch(wheel: Path, tmp_path: Path) -> None:

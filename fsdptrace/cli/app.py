@@ -83,18 +83,26 @@ def report(
     run: RunId = None,
     steps: Annotated[bool, typer.Option("--steps", help="add a table of steps")] = False,
     every: Annotated[bool, typer.Option("--all", help="show every unit and step, however many")] = False,
+    html: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--html", metavar="FILE", help="write one self-contained page: timeline, charts, tables"),
+    ] = None,
 ) -> None:
     """What was found, then what every unit did, the memory, and what it is based on."""
     with _clear():
         from fsdptrace.analysis import load
         from fsdptrace.cli import report as view
-        from fsdptrace.cli.output import Screen, print_json
+        from fsdptrace.cli.output import Screen, clean, print_json
 
         loaded = load(folder or default_folder(), run)
+        if html is not None:
+            from fsdptrace.html import write
+
+            print(f"wrote {clean(write(loaded, html))}", file=sys.stderr if json else sys.stdout)
+        elif not json:
+            view.show(Screen(), loaded, every, steps)
         if json:
             print_json(loaded.to_json(steps))
-        else:
-            view.show(Screen(), loaded, every, steps)
 
 
 @app.command()

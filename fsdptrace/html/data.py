@@ -1,0 +1,309 @@
+"""What the page shows, as plain data: columns of integers for the time axis, tables of numbers, texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdptrace import events as ev
+from fsdptrace._version import __version__
+from fsdptrace.analysis import Finding, ProcessTrace, Run, by_pattern, read_process
+from fsdptrace.analysis.notes import ranks_text, spans
+from fsdptrace.analysis.process import StepPart
+from fsdptrace.analysis.timeline import ENDS, ModelTimes, ProcessTimes, clock_offsets
+from fsdptrace.checks.text import count, size
+from fsdptrace.html.choice import MAX_EVENTS, Choice, choose
+from fsdptrace.summary import rows_of
+
+MANY_UNITS = 60  # more units than this are put together by name pattern in the table
+MARKS = 5_000  # violations of one process that are marked on the time axis
+_NO_TEXT = ("derived",)
+
+
+def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
+    """All that the page needs; ``limit`` bounds the events on its time axis."""
+    choice = choose(run, limit)
+    processes, texts, base = _timeline(run, choice)
+    return {
+        "version": __version__,
+        "run": _about(run, choice),
+        "findings": [_finding(finding, run) for finding in run.findings],
+        "names": {"kinds": list(ev.KINDS), "passes": list(ev.PASSES), "ends": list(ENDS)},
+        "base_ns": str(base),
+        "texts": texts,
+        "processes": processes,
+        "steps": _step_columns(run),
+        "tables": [_units(run, number) for number in range(len(run.models))],
+        "memory": [_memory(model) for model in run.models],
+        "coverage": run.coverage,
+        "notes": run.notes,
+        "problems": [str(problem) for problem in run.problems],
+    }
+
+
+def _about(run: Run, choice: Choice) -> dict[str, Any]:
+    basis = run.basis
+    torch = sorted({process.header.versions.get("torch", "?") for process in run.processes})
+    shown = sorted({step for steps in choice.steps.values() for _, step in steps})
+    ranks = sorted({run.processes[place].rank for place in choice.steps})
+    left = ""
+    if choice.left_out:
+        left = (
+            f"{ranks_text(ranks)}, steps {spans(shown)} on the time axis: {count(choice.left_out, 'more step')} (summed over "
+            "ranks) with all events in the files did not fit; `fsdptrace view` shows all"
+        )
+    return {
+        "label": run.label, "folder": str(run.folder), "ranks": basis.ranks, "world_size": basis.world_size,
+        "steps": basis.steps, "events": basis.events, "torch": ", ".join(torch), "rules": list(basis.rules),
+        "partly": list(basis.partly), "left_out": left, "others": run.others,
+    }  # fmt: skip
+
+
+def _finding(finding: Finding, run: Run) -> dict[str, Any]:
+    data = asdict(finding)
+    data["steps_text"] = spans(finding.steps)
+    data["ranks_text"] = ranks_text(finding.ranks)
+    files = [str(process.source.path) for process in run.processes]
+    data["place"] = files.index(finding.first.file) if finding.first.file in files else -1
+    return data
+
+
+# -- the time axis -----------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class _Texts:
+    """Strings that recur, by number."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def put(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def _timeline(run: Run, choice: Choice) -> tuple[list[dict[str, Any]], list[str], int]:
+    """The processes on one clock, times in ns since ``base`` (Unix ns)."""
+    offsets = clock_offsets(run.processes)
+    texts = _Texts()
+    texts.put("")
+    made: list[tuple[_Calls, ProcessTimes, ProcessTrace, int]] = []
+    for place, process in enumerate(run.processes):
+        if place not in choice.steps:
+            continue
+        calls = _Calls(texts)
+        times = ProcessTimes(lambda model, step, place=place: (place, model, step) in choice, calls.take)  # type: ignore[misc]
+        trace = read_process(process.source, times)
+        times.finish()
+        made.append((calls, times, trace, place))
+    base = min((offsets[place] + calls.first for calls, _, _, place in made if calls.rows), default=0)
+    processes = [_process(calls, times, trace, place, offsets[place] - base, texts) for calls, times, trace, place in made]
+    return processes, list(texts.numbers), base
+
+
+class _Calls:
+    """Every event of one process that is shown, as one row."""
+
+    def __init__(self, texts: _Texts) -> None:
+        self.rows: list[tuple[int, ...]] = []  # t0, -t1, seq, kind, model, group, parent, pass, text, step
+        self.steps: list[tuple[int, int, int, int]] = []  # model, step, first t0, last t1
+        self.first = 1 << 62
+        self._texts = texts
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def take(self, part: StepPart) -> None:
+        """The records of one step."""
+        low, high = 1 << 62, 0
+        for record in rows_of(part.records):
+            kind, seq, t0, t1, group, parent, context = record[: ev.A]
+            low, high = min(low, t0), max(high, t1)
+            text = self._text(part, record)
+            self.rows.append((t0, -t1, seq, kind, part.map.model, group, parent, context % 4, text, part.step))
+        self.steps.append((part.map.model, part.step, low, high))
+        self.first = min(self.first, low)
+
+    def _text(self, part: StepPart, record: Sequence[int]) -> int:
+        key = (part.map.model, record[ev.KIND], record[ev.GROUP], *record[ev.A :])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._texts.put(describe(part, record))
+        return known
+
+
+def describe(part: StepPart, record: Sequence[int]) -> str:
+    """The fields of a record's kind for a reader, with units' names for their ids."""
+    event = ev.decode(record, part.step, part.texts, part.map.tensors)
+    codecs = {spec.name: spec.codec for spec in ev.SPECS[record[ev.KIND]].fields}
+    shown = []
+    for name, value in event.data.items():
+        codec = codecs.get(name, "")
+        if value is None or value == "":
+            continue
+        if codec == "bytes" or name == "wire_bytes":
+            value = size(value)
+        elif codec == "group":
+            value = part.map.fqn(value) or "(root)"
+        elif codec == "unit":
+            value = part.map.units[value].fqn or "(root)"
+        elif codec == "bool":
+            value = "yes" if value else "no"
+        shown.append(f"{name.replace('_', ' ')}: {value}")
+    return "\n".join(shown)
+
+
+def _process(calls: _Calls, times: ProcessTimes, trace: ProcessTrace, place: int, shift: int, texts: _Texts) -> dict[str, Any]:
+    header = trace.header
+    lanes: dict[tuple[int, int], int] = {}
+    listed: list[dict[str, Any]] = []
+    for number, model in sorted(times.models.items()):
+        for group in (ev.NONE, *range(len(model.map.groups))):
+            lanes[number, group] = len(listed)
+            info = model.map.groups[group] if group >= 0 else None
+            listed.append({
+                "model": number, "root": model.map.root, "name": info.fqn if info else "", "group": group,
+                "bytes": info.bytes if info else 0,
+            })  # fmt: skip
+    calls.rows.sort()
+    return {
+        "place": place, "rank": header.rank, "role": header.role, "host": header.host, "pid": header.pid,
+        "lanes": listed,
+        "steps": [[model, step, low + shift, high + shift] for model, step, low, high in sorted(calls.steps)],
+        "calls": _call_columns(calls.rows, lanes, shift),
+        "holds": _hold_columns(times.models, lanes, shift),
+        "uses": _use_columns(times.models, lanes, shift),
+        "levels": _level_columns(list(times.models.values()), shift),
+        "marks": _marks(trace, {(m, s) for m, s, _, _ in calls.steps}, calls.rows, texts),
+    }  # fmt: skip
+
+
+def _deltas(values: Sequence[int]) -> list[int]:
+    """Differences: shorter as text than the numbers themselves."""
+    return [value - before for before, value in zip([0, *values], values, strict=False)]
+
+
+def _call_columns(rows: Sequence[tuple[int, ...]], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+    depth: list[int] = []
+    open_until: dict[int, list[int]] = {}  # lane: ends of the calls that the next one may lie in
+    for t0, minus_t1, _seq, _kind, model, group, *_rest in rows:
+        stack = open_until.setdefault(lanes[model, group], [])
+        while stack and stack[-1] <= t0:
+            stack.pop()
+        depth.append(min(len(stack), 9))
+        stack.append(-minus_t1)
+    return {
+        "t0": _deltas([row[0] + shift for row in rows]), "dur": [-row[1] - row[0] for row in rows],
+        "seq": _deltas([row[2] for row in rows]), "kind": [row[3] for row in rows],
+        "lane": [lanes[row[4], row[5]] for row in rows], "parent": [row[2] - row[6] if row[6] else 0 for row in rows],
+        "pass": [row[7] for row in rows], "text": [row[8] for row in rows], "step": [row[9] for row in rows], "depth": depth,
+    }  # fmt: skip
+
+
+def _hold_columns(models: dict[int, ModelTimes], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+    holds = sorted(((hold, number) for number, model in models.items() for hold in model.holds), key=lambda item: item[0].t0)
+    return {
+        "t0": _deltas([hold.t0 + shift for hold, _ in holds]), "dur": [hold.t1 - hold.t0 for hold, _ in holds],
+        "ready": [hold.ready - hold.t0 if hold.ready else -1 for hold, _ in holds],
+        "lane": [lanes[number, hold.group] for hold, number in holds], "pass": [hold.pass_ for hold, _ in holds],
+        "bytes": [hold.bytes for hold, _ in holds], "seq": [hold.seq for hold, _ in holds],
+        "use": [hold.use_seq for hold, _ in holds], "end": [hold.end for hold, _ in holds],
+        "end_seq": [hold.end_seq for hold, _ in holds],
+        "issuer": [lanes.get((number, hold.issuer), -1) if hold.issuer >= 0 else -1 for hold, number in holds],
+    }  # fmt: skip
+
+
+def _use_columns(models: dict[int, ModelTimes], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+    uses = sorted(((use, number) for number, model in models.items() for use in model.uses), key=lambda item: item[0].t0)
+    return {
+        "t0": _deltas([use.t0 + shift for use, _ in uses]), "dur": [use.t1 - use.t0 for use, _ in uses],
+        "lane": [lanes[number, use.group] for use, number in uses], "pass": [use.pass_ for use, _ in uses],
+    }  # fmt: skip
+
+
+def _level_columns(models: Sequence[ModelTimes], shift: int) -> dict[str, list[int]]:
+    """Gathered bytes of all models of the process together, each from its moment on."""
+    changes: list[tuple[int, int]] = []
+    for model in models:
+        before = 0
+        for at, level in model.levels:
+            changes.append((at, level - before))
+            before = level
+    changes.sort()
+    times: list[int] = []
+    values: list[int] = []
+    held = 0
+    for at, change in changes:
+        held += change
+        if times and times[-1] == at:
+            values[-1] = held
+        else:
+            times.append(at)
+            values.append(held)
+    return {"t": _deltas([at + shift for at in times]), "bytes": _deltas(values)}
+
+
+def _marks(trace: ProcessTrace, shown: set[tuple[int, int]], rows: Sequence[tuple[int, ...]], texts: _Texts) -> list[list[Any]]:
+    """``[position of the call that broke the rule, severity, rule, message]`` of violations in the steps that are shown."""
+    place = {row[2]: number for number, row in enumerate(rows)}
+    marks: list[list[Any]] = []
+    for data in trace.violations:
+        at = data["evidence"][-1] if data["evidence"] else data["seq"]
+        if (data["model"], data["step"]) in shown and at in place and len(marks) < MARKS:
+            marks.append([place[at], texts.put(data["severity"]), texts.put(data["rule"]), texts.put(data["message"])])
+    return sorted(marks)
+
+
+# -- tables and charts -------------------------------------------------------------------------------------------------
+def _step_columns(run: Run) -> dict[str, list[int]]:
+    lines = run.step_lines()
+    return {
+        "rank": [rank for rank, _ in lines],
+        **{
+            name: [int(getattr(line, name)) for _, line in lines]
+            for name in ("model", "step", "duration_ns", "unsharded_peak", "past_backward_peak", "violations", "gathers")
+        },
+    }
+
+
+_UNIT_COLUMNS = (
+    ("gathers forward", "gathers_forward", "number"), ("backward", "gathers_backward", "number"),
+    ("recompute", "gathers_recompute", "number"), ("other", "gathers_other", "number"), ("no-op", "noops", "number"),
+    ("prefetched", "prefetched", "number"), ("wasted", "wasted", "number"), ("gathered", "gathered_bytes", "bytes"),
+    ("received", "wire_bytes", "bytes"), ("reduce-scatter", "reduce_scatters", "number"),
+    ("all-reduce", "all_reduces", "number"), ("gathered for", "lifetime_ns", "ns"),
+)  # fmt: skip
+
+
+def _units(run: Run, number: int) -> dict[str, Any]:
+    """The table per unit: means per step, rank and unit."""
+    model = run.models[number]
+    grouped = len(model.rows) > MANY_UNITS
+    rows = by_pattern(model.rows) if grouped else model.rows
+    kept = [column for column in _UNIT_COLUMNS if any(getattr(row.sums, column[1]) for row in rows)]
+    behind = "of a step that did not end" if model.unfinished else f"mean of {count(model.steps, 'step')} over all ranks"
+    waits = any(row.sums.waits for row in rows)
+    return {
+        "title": f"Units of {model.root}" + (f" (model {model.model})" if len(run.models) > 1 else ""),
+        "note": f"per step{' and unit' if grouped else ''}, {behind}",
+        "columns": [
+            {"title": "unit", "type": "name"}, *([{"title": "units", "type": "number"}] if grouped else []),
+            *({"title": title, "type": kind} for title, _, kind in kept),
+            *([{"title": "issue to use", "type": "ns"}, {"title": "at most", "type": "ns"}] if waits else []),
+        ],
+        "rows": [
+            [
+                row.name, *([row.units] if grouped else []), *(round(row.mean(name), 3) for _, name, _ in kept),
+                *([row.sums.distance_ns // max(1, row.sums.waits), row.sums.distance_max_ns] if waits else []),
+            ]
+            for row in rows
+        ],
+        "marked": [row.sums.wasted > 0 for row in rows],
+        "uncovered": list(model.map.uncovered[:50]),
+    }  # fmt: skip
+
+
+def _memory(model: Any) -> dict[str, Any]:
+    peak = model.peak
+    return {
+        "root": model.root, "now": model.now[0], "now_rank": model.now[1], "peak": peak.bytes, "rank": peak.rank,
+        "step": peak.step, "seq": peak.seq, "units": [list(unit) for unit in peak.units[:40]],
+        "more_units": max(0, len(peak.units) - 40), "past_backward_peak": model.past_backward_peak,
+        "past_backward": model.past_backward[0],
+    }  # fmt: skip

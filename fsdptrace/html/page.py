@@ -1,0 +1,88 @@
+"""Puts the page together: data, scripts and styles in one file, which may load nothing from anywhere.
+
+Names of modules are the user's data: they stand in a JSON block and reach the page as text, never as markup. Should one
+slip through all the same, the page's own policy lets no script run but those written here (by their hashes).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fsdptrace.analysis import Run
+from fsdptrace.html.choice import MAX_EVENTS
+from fsdptrace.html.data import page_data
+
+_STATIC = Path(__file__).parent / "static"
+_SCRIPTS = ("uPlot.iife.min.js", "format.js", "lanes.js", "timeline.js", "charts.js", "page.js")
+_STYLES = ("uPlot.min.css", "page.css")
+
+
+def render(run: Run, limit: int = MAX_EVENTS) -> str:
+    """The page of ``run``; ``limit`` bounds the events on its time axis, those of interest first."""
+    return assemble(page_data(run, limit))
+
+
+def write(run: Run, path: str | Path, limit: int = MAX_EVENTS) -> Path:
+    """Writes the page to ``path``; a file that is there is replaced only when all of it is written.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    path = Path(path)
+    data = render(run, limit).encode("utf-8")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def assemble(data: dict[str, Any]) -> str:
+    """The page of ``data``, as :func:`fsdptrace.html.data.page_data` makes it."""
+    script = "\n".join(_read(name) for name in _SCRIPTS)
+    style = "\n".join(_read(name) for name in _STYLES)
+    licence = "uPlot, in this file:\n" + _read("uPlot.LICENSE")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>fsdptrace: {html.escape(str(data['run']['label']))}</title>\n"
+        f"<!--\n{licence.replace('--', '- -')}-->\n"
+        f"<style>{style}</style></head>\n"
+        f"<body>\n{_read('page.html')}\n"
+        f'<script type="application/json" id="data">{_json(data)}</script>\n'
+        f"<script>{script}</script>\n"
+        "</body></html>\n"
+    )
+
+
+def _read(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that can stand in a script element: nothing in it can end the element or begin a comment."""
+    text = json.dumps(data, separators=(",", ":"))  # ASCII: lone surrogates of a damaged name stay escapes
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

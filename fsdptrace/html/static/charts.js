@@ -1,0 +1,89 @@
+"use strict";
+// Charts by uPlot: the curve of gathered bytes of one rank, and bytes and times per step.
+const MANY_SERIES = 8, MANY_STEPS = 4000, PALETTE = ["#4c8df0", "#e0803a", "#3aa676", "#c75bb5", "#b5a22a", "#5bb7c7", "#d0605e", "#8f7be0"];
+
+function axes(x, y) {
+  const look = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
+  return [
+    { ...look, values: (_, values) => values.map(x), space: 90 },
+    { ...look, values: (_, values) => values.map(y), size: 76, incrs: undefined },
+  ];
+}
+
+const byteSteps = Array.from({ length: 44 }, (_, power) => 2 ** power);
+
+function chart(host, title, series, data, { x, y, height = 200, bytes = false }) {
+  host.replaceChildren();
+  const made = new uPlot({
+    title, width: Math.max(320, host.clientWidth), height,
+    scales: { x: { time: false }, y: { range: (_, low, high) => [0, high > 0 ? high * 1.08 : 1] } },
+    axes: axes(x, y).map((axis, i) => (i && bytes ? { ...axis, incrs: byteSteps } : axis)),
+    series: [{ label: title.startsWith("Gathered") ? "at" : "step", value: (_, value) => (value == null ? "–" : x(value)) }, ...series],
+    cursor: { drag: { x: true, y: false } },
+    legend: { live: true },
+  }, data, host);
+  return made;
+}
+
+class Curve {
+  constructor(host, processes, onView) {
+    this.host = host;
+    this.processes = processes;
+    this.onView = onView;
+    this.rank = 0;
+  }
+
+  show(p = this.rank) {
+    this.rank = p;
+    const { t, bytes } = this.processes[p].levels;
+    const range = this.plot ? [this.plot.scales.x.min, this.plot.scales.x.max] : null;
+    this.plot = chart(this.host, `Gathered bytes of rank ${this.processes[p].rank}`, [{
+      label: "gathered", stroke: css("--forward-dark"), fill: `${css("--forward")}44`, width: 1.5, points: { show: false },
+      paths: uPlot.paths.stepped({ align: 1 }), value: (_, value) => (value == null ? "–" : showBytes(value)),
+    }], [t, bytes], { x: showTime, y: showBytes, height: 220, bytes: true });
+    if (range && range[0] != null) this.plot.setScale("x", { min: range[0], max: range[1] });
+    // A range that is drawn with the mouse moves the timeline too.
+    this.plot.hooks.setSelect = [(plot) => {
+      if (plot.select.width > 2) this.onView(plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x"));
+    }];
+  }
+
+  range(from, to) {
+    if (this.plot) this.plot.setScale("x", { min: from, max: to });
+  }
+}
+
+// One line per rank (the first few), or the largest of all ranks where there are many.
+function stepSeries(steps, name) {
+  const ranks = [...new Set(steps.rank)].sort((a, b) => a - b), numbers = [...new Set(steps.step)].sort((a, b) => a - b);
+  const thinned = numbers.length > MANY_STEPS ? numbers.filter((_, i) => i % Math.ceil(numbers.length / MANY_STEPS) === 0) : numbers;
+  const column = new Map(thinned.map((step, i) => [step, i]));
+  const many = ranks.length > MANY_SERIES;
+  const shown = many ? ["largest of all ranks"] : ranks.map((rank) => `rank ${rank}`);
+  const data = shown.map(() => new Array(thinned.length).fill(null));
+  steps.step.forEach((step, i) => {
+    const at = column.get(step);
+    if (at === undefined) return;
+    const line = data[many ? 0 : ranks.indexOf(steps.rank[i])];
+    line[at] = Math.max(line[at] ?? 0, steps[name][i]);
+  });
+  return { numbers: thinned, shown, data };
+}
+
+function stepChart(host, title, steps, names, show, bytes) {
+  const series = [], data = [];
+  let numbers = [];
+  names.forEach(({ name, label, dash }) => {
+    const found = stepSeries(steps, name);
+    numbers = found.numbers;
+    found.data.forEach((line, i) => {
+      data.push(line);
+      series.push({
+        label: [label, found.shown[i]].filter(Boolean).join(", "), stroke: PALETTE[i % PALETTE.length], dash, width: 1.5, spanGaps: true,
+        points: { show: numbers.length < 60, size: 5 }, value: (_, value) => (value == null ? "–" : show(value)),
+      });
+    });
+  });
+  const x = (value) => (Number.isInteger(value) ? String(value) : "");
+  return chart(host, title, series, [numbers, ...data], { x, y: show, height: 220, bytes });
+}
