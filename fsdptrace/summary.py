@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace.model_map import ModelMap
+
+_PRE = (ev.PRE_FORWARD, ev.PRE_BACKWARD)
+_HOOKS = (*_PRE, ev.POST_FORWARD, ev.POST_BACKWARD)
+_MANUAL = ev.MODES.index("manual")
 
 
 @dataclass(slots=True)
@@ -16,7 +21,8 @@ class GroupSummary:
 
     ``gathers_*`` count all-gathers issued in that pass (``gathers_recompute``: inside a recomputation); ``noops`` were
     asked for and not needed; ``wasted`` were freed or thrown away unused. ``gathered_bytes`` and ``wire_bytes`` add up
-    over gathers. ``lifetime_ns`` is host time from issue to free, ``distance_ns`` from issue to the wait.
+    over gathers. ``lifetime_ns`` is host time from issue to free, ``distance_ns`` from issue to the wait, ``wait_ns`` in waits.
+    ``forwards`` and ``backwards`` count uses: pre-forward hooks outside recomputations, and pre-backward hooks.
     """
 
     group: int
@@ -39,11 +45,40 @@ class GroupSummary:
     distance_ns: int = 0
     distance_max_ns: int = 0
     waits: int = 0
+    wait_ns: int = 0
+    forwards: int = 0
+    backwards: int = 0
 
     @property
     def gathers(self) -> int:
         """All-gathers issued, in every pass."""
         return self.gathers_forward + self.gathers_backward + self.gathers_recompute + self.gathers_other
+
+
+@dataclass(slots=True)
+class Prefetches:
+    """Prefetches of one direction and mode: gathers that another group's hook asked for.
+
+    ``used`` of the ``issued`` ones served a forward or backward; of these ``late`` had no other group's hook between issue and
+    wait, so that there was nothing for the gather to hide behind. ``wasted`` were freed or thrown away unused; the rest is
+    still open. ``distance_ns`` is host time from issue to wait, over those that were waited for (``waits``).
+    """
+
+    issued: int = 0
+    used: int = 0
+    late: int = 0
+    wasted: int = 0
+    waits: int = 0
+    distance_ns: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Collectives of one kind, group, world and dtype: how many, their bytes, and the bytes that this rank received."""
+
+    calls: int = 0
+    bytes: int = 0
+    wire_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -58,6 +93,9 @@ class Summary:
         peak_seq: event at the peak; ``peak_groups`` the groups that were open or pending then, largest first.
         past_backward_bytes: open or pending at the end of the last step although the backward was over;
             ``past_backward_peak`` the most at any time of a step that ended.
+        prefetches: by ``(direction, mode)``.
+        traffic: by ``(kind, group, world, dtype)``, the last as numbers of :mod:`fsdptrace.events`.
+        outermost: ids of the units whose forward was an outermost one.
     """
 
     model: int
@@ -72,10 +110,25 @@ class Summary:
     peak_groups: list[tuple[str, int]] = field(default_factory=list)
     past_backward_bytes: int = 0
     past_backward_peak: int = 0
+    prefetches: dict[tuple[str, str], Prefetches] = field(default_factory=dict)
+    traffic: dict[tuple[int, int, int, int], Traffic] = field(default_factory=dict)
+    outermost: set[int] = field(default_factory=set)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        data = asdict(self)
+        del data["outermost"]
+        data["prefetches"] = [
+            {"direction": direction, "mode": mode, **asdict(entry)} for (direction, mode), entry in self.prefetches.items()
+        ]
+        data["traffic"] = [
+            {
+                "collective": ev.KINDS[kind], "fqn": self.groups[group].fqn, "world": world, "dtype": ev.DTYPES[dtype],
+                **asdict(entry),
+            }
+            for (kind, group, world, dtype), entry in self.traffic.items()
+        ]  # fmt: skip
+        return data
 
 
 @dataclass(slots=True)
@@ -83,6 +136,8 @@ class _Copy:
     issued: int
     size: int
     used: bool = False
+    hooks: int = -1  # hooks of groups that had ended when it was issued
+    prefetch: Prefetches | None = None
 
 
 class Summariser:
@@ -97,43 +152,47 @@ class Summariser:
         self._peak_open: tuple[int, ...] = ()
         self._counts = [0] * len(ev.KINDS)
         self._first = self._last = 0
+        self._hooks = 0
 
-    def feed(self, record: Sequence[int]) -> None:
-        """One record of the model."""
-        kind, seq, t0, t1, group, _parent, context, a, b, c, _d, e = record
-        self._counts[kind] += 1
-        self._first = min(self._first or t0, t0)
-        self._last = max(self._last, t1)
-        if kind == ev.UNSHARD:
-            self._unshard(self._rows[group], seq, t0, context % 4, a, b, e)
-        elif kind == ev.WAIT:
-            self._wait(self._rows[group], t0)
-        elif kind in (ev.RESHARD, ev.DISCARD):
-            self._free(group, t0, kind == ev.DISCARD)
-        elif kind in (ev.PRE_FORWARD, ev.PRE_BACKWARD):
-            copy = self._copies.get(group)
-            if copy is not None:
-                copy.used = True
-        elif kind in (ev.REDUCE_SCATTER, ev.ALL_REDUCE):
-            row = self._rows[group]
-            row.reduced_bytes += a
-            row.reduce_wire_bytes += ev.wire_bytes(kind, a, b)
-            if kind == ev.REDUCE_SCATTER:
-                row.reduce_scatters += 1
-            else:
-                row.all_reduces += 1
-        elif kind == ev.STATE and (a == 3 or b) and group not in self._copies:
-            self._copies[group] = _Copy(t0, e, True)
-            self._hold(e, seq)
-        elif kind == ev.STEP:
-            self._out.steps += 1
-            self._out.past_backward_bytes = c
-            self._out.past_backward_peak = max(self._out.past_backward_peak, e)
-
-    def _unshard(self, row: GroupSummary, seq: int, t0: int, pass_: int, size: int, world: int, how: int) -> None:
-        if how % 4:
-            row.noops += 1
+    def feed(self, records: Sequence[int]) -> None:
+        """Records of the model, flat."""
+        if not records:
             return
+        for kind, number in Counter(records[ev.KIND :: ev.WIDTH]).items():
+            self._counts[kind] += number
+        first = min(records[ev.T0 :: ev.WIDTH])
+        self._first = min(self._first or first, first)
+        self._last = max(self._last, max(records[ev.T1 :: ev.WIDTH]))
+        rows = self._rows
+        # One iterator twelve times: zip takes a record at a time, without a slice for each.
+        for kind, seq, t0, t1, group, _, context, a, b, c, _d, e in zip(*[iter(records)] * ev.WIDTH, strict=True):
+            if kind == ev.UNSHARD:
+                if e % 4:
+                    rows[group].noops += 1
+                else:
+                    self._unshard(rows[group], seq, t0, context % 4, a, b, c, e)
+            elif kind == ev.WAIT:
+                self._wait(rows[group], t0, t1)
+            elif kind in _HOOKS:
+                self._hooks += 1
+                if kind in _PRE:
+                    self._use(rows[group], kind, context % 4)
+            elif kind in (ev.RESHARD, ev.DISCARD):
+                self._free(group, t0, kind == ev.DISCARD)
+            elif kind in (ev.REDUCE_SCATTER, ev.ALL_REDUCE):
+                self._reduce(rows[group], kind, a, b, c)
+            elif kind == ev.STATE:
+                if (a == 3 or b) and group not in self._copies:
+                    self._copies[group] = _Copy(t0, e, True)
+                    self._hold(e, seq)
+            elif kind == ev.FORWARD:
+                self._out.outermost.add(a)
+            elif kind == ev.STEP:
+                self._out.steps += 1
+                self._out.past_backward_bytes = c
+                self._out.past_backward_peak = max(self._out.past_backward_peak, e)
+
+    def _unshard(self, row: GroupSummary, seq: int, t0: int, pass_: int, size: int, world: int, dtype: int, how: int) -> None:
         if pass_ == ev.PASS_FORWARD:
             row.gathers_forward += 1
         elif pass_ == ev.PASS_BACKWARD:
@@ -142,11 +201,47 @@ class Summariser:
             row.gathers_recompute += 1
         else:
             row.gathers_other += 1
-        row.prefetched += how >= 4 and how // ev.MODE_UNIT != 3
+        copy = _Copy(t0, size, hooks=self._hooks)
+        if how >= ev.DIRECTION_UNIT and how // ev.MODE_UNIT != _MANUAL:
+            row.prefetched += 1
+            _, direction, mode = ev.unpack_how(how)
+            copy.prefetch = self._out.prefetches.setdefault((direction, mode), Prefetches())
+            copy.prefetch.issued += 1
+        wire = ev.wire_bytes(ev.UNSHARD, size, world)
         row.gathered_bytes += size
-        row.wire_bytes += ev.wire_bytes(ev.UNSHARD, size, world)
-        self._copies[row.group] = _Copy(t0, size)
+        row.wire_bytes += wire
+        self._count(ev.UNSHARD, row.group, world, dtype, size, wire)
+        self._copies[row.group] = copy
         self._hold(size, seq)
+
+    def _reduce(self, row: GroupSummary, kind: int, size: int, world: int, dtype: int) -> None:
+        wire = ev.wire_bytes(kind, size, world)
+        row.reduced_bytes += size
+        row.reduce_wire_bytes += wire
+        if kind == ev.REDUCE_SCATTER:
+            row.reduce_scatters += 1
+        else:
+            row.all_reduces += 1
+        self._count(kind, row.group, world, dtype, size, wire)
+
+    def _count(self, kind: int, group: int, world: int, dtype: int, size: int, wire: int) -> None:
+        entry = self._out.traffic.get((kind, group, world, dtype))
+        if entry is None:
+            entry = self._out.traffic[kind, group, world, dtype] = Traffic()
+        entry.calls += 1
+        entry.bytes += size
+        entry.wire_bytes += wire
+
+    def _use(self, row: GroupSummary, kind: int, pass_: int) -> None:
+        if kind == ev.PRE_BACKWARD:
+            row.backwards += 1
+        elif pass_ != ev.PASS_RECOMPUTE:
+            row.forwards += 1
+        copy = self._copies.get(row.group)
+        if copy is not None and not copy.used:
+            copy.used = True
+            if copy.prefetch is not None:
+                copy.prefetch.used += 1
 
     def _hold(self, size: int, seq: int) -> None:
         self._held += size
@@ -155,12 +250,19 @@ class Summariser:
             self._out.peak_seq = seq
             self._peak_open = tuple(self._copies)
 
-    def _wait(self, row: GroupSummary, t0: int) -> None:
+    def _wait(self, row: GroupSummary, t0: int, t1: int) -> None:
+        row.wait_ns += t1 - t0
         copy = self._copies.get(row.group)
-        if copy is not None:
-            row.waits += 1
-            row.distance_ns += t0 - copy.issued
-            row.distance_max_ns = max(row.distance_max_ns, t0 - copy.issued)
+        if copy is None:
+            return
+        distance = t0 - copy.issued
+        row.waits += 1
+        row.distance_ns += distance
+        row.distance_max_ns = max(row.distance_max_ns, distance)
+        if copy.prefetch is not None:
+            copy.prefetch.waits += 1
+            copy.prefetch.distance_ns += distance
+            copy.prefetch.late += copy.hooks == self._hooks
 
     def _free(self, group: int, t0: int, discarded: bool) -> None:
         copy = self._copies.pop(group, None)
@@ -168,7 +270,10 @@ class Summariser:
             return
         row = self._rows[group]
         row.lifetime_ns += t0 - copy.issued
-        row.wasted += discarded or not copy.used
+        wasted = discarded or not copy.used
+        row.wasted += wasted
+        if copy.prefetch is not None:
+            copy.prefetch.wasted += wasted
         self._held -= copy.size
 
     def result(self) -> Summary:
@@ -182,11 +287,10 @@ class Summariser:
         return out
 
 
-def summarise(model_map: ModelMap, records: Iterable[Sequence[int]]) -> Summary:
-    """The summary of ``records`` of one model, in order of recording."""
+def summarise(model_map: ModelMap, records: Sequence[int]) -> Summary:
+    """The summary of flat ``records`` of one model, in order of recording."""
     summariser = Summariser(model_map)
-    for record in records:
-        summariser.feed(record)
+    summariser.feed(records)
     return summariser.result()
 
 

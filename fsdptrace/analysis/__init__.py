@@ -2,10 +2,11 @@
 
 from fsdptrace.analysis.check import CheckResult, check, known_as, read_baseline
 from fsdptrace.analysis.findings import Finding, Seen
-from fsdptrace.analysis.process import ProcessTrace, StepLine, StepPart, read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
 from fsdptrace.analysis.rows import UnitRow, by_pattern
 from fsdptrace.analysis.run import ModelReport, Run, load
 from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs
+from fsdptrace.analysis.steplines import StepLine, StepLines
 from fsdptrace.files import NotATrace
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Seen",
     "Source",
     "StepLine",
+    "StepLines",
     "StepPart",
     "UnitRow",
     "by_pattern",

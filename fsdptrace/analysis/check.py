@@ -6,13 +6,14 @@ switches are set. For other steps the answer is "incomplete", and what was found
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdptrace.adapters.compat import release_of
-from fsdptrace.analysis import notes
+from fsdptrace.analysis import notes, workers
 from fsdptrace.analysis.findings import Collector, Finding
 from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
 from fsdptrace.analysis.records import PARSE_ERRORS, parse
@@ -120,11 +121,13 @@ def check(
     select: Sequence[str] | None = None,
     ignore: Sequence[str] = (),
     baseline: str | Path | None = None,
+    jobs: int | None = 1,
+    progress: workers.Progress | None = None,
 ) -> CheckResult:
     """Runs rules over a run's files.
 
     Args:
-        folder: as for :func:`fsdptrace.analysis.load`, and so is ``run``.
+        folder: as for :func:`fsdptrace.analysis.load`, and so are ``run``, ``jobs`` and ``progress``.
         select: rules to run, by name (``"all"`` is every one); those that ran while recording when not given.
         ignore: rules to leave out.
         baseline: what ``check --json`` printed once: its findings are known and fail no more.
@@ -140,10 +143,11 @@ def check(
         registry.check_names([name for name in select if name != "all"], "--select")
     runs, problems = find_runs(folder)
     chosen = choose(runs, run)
-    judges = [_Judge(source, _rules_for(source, select, ignore)) for source in chosen.sources]
-    collectors = Collectors(Collector("file"), Collector("both"), Collector("online"))
+    judges = workers.each(chosen.sources, partial(_judge, select=select, ignore=tuple(ignore)), jobs, progress)
+    collectors = Collectors()
     for judge in judges:
-        judge.run(collectors)
+        for collector, theirs in zip(collectors, judge.found, strict=True):
+            collector.merge(theirs)
     processes = [judge.trace for judge in judges]
     names = {name for judge in judges for name in judge.names}
     findings = [finding for collector in collectors for finding in collector.findings()]
@@ -159,12 +163,14 @@ def check(
     )  # fmt: skip
 
 
-class Collectors(NamedTuple):
+class Collectors:
     """Violations by where they were found: in the files only, in both, or while recording only."""
 
-    file: Collector
-    both: Collector
-    online: Collector
+    def __init__(self) -> None:
+        self.file, self.both, self.online = Collector("file"), Collector("both"), Collector("online")
+
+    def __iter__(self) -> Iterator[Collector]:
+        return iter((self.file, self.both, self.online))
 
 
 _KNOWN = ("error", "warning", "info")
@@ -216,6 +222,12 @@ def _missing(judges: Sequence[_Judge], alone: bool) -> list[str]:
     return lines
 
 
+def _judge(source: Source, advance: workers.Advance, select: Sequence[str] | None, ignore: Sequence[str]) -> _Judge:
+    judge = _Judge(source, _rules_for(source, select, ignore))
+    judge.run(advance)
+    return judge
+
+
 class _Judge:
     """Runs the rules over the files of one process."""
 
@@ -227,15 +239,16 @@ class _Judge:
         self.judged = self.incomplete = self.new = self.gone = self.broken = 0
         self.problems: list[Problem] = []
         self.trace: ProcessTrace
+        self.found = Collectors()
         self._engines: dict[int, Engine | None] = {}
         self._maps: dict[int, ModelMap] = {}
         self._found: list[dict[str, Any]] = []
         self._judged: set[tuple[int, int]] = set()
         self._step = 0
 
-    def run(self, collectors: Collectors) -> None:
-        """Reads the files; what was found goes to the collectors."""
-        self.trace = trace = read_process(self._source, self)
+    def run(self, advance: workers.Advance) -> None:
+        """Reads the files; what was found is in ``found`` then, and little else is kept."""
+        self.trace = trace = read_process(self._source, self, advance)
         self.problems += trace.problems
         roots = {number: model.root for number, model in trace.models.items()}
         path = str(self._source.path)
@@ -246,12 +259,13 @@ class _Judge:
         for data in wanted:
             again = (data["model"], data["step"]) in self._judged and data["rule"] in self.names
             (judged if again else repeated).append(data)
-        collectors.online.add(repeated, trace.rank, roots, path)
+        self.found.online.add(repeated, trace.rank, roots, path)
         now, then = {_key(data) for data in self._found}, {_key(data) for data in judged}
-        collectors.file.add([data for data in self._found if _key(data) not in then], trace.rank, roots, path)
-        collectors.both.add([data for data in self._found if _key(data) in then], trace.rank, roots, path)
+        self.found.file.add([data for data in self._found if _key(data) not in then], trace.rank, roots, path)
+        self.found.both.add([data for data in self._found if _key(data) in then], trace.rank, roots, path)
         self.new = sum(key not in then and key[0] in self.online_names for key in now)
         self.gone = len(then - now)
+        self._engines, self._found, trace.violations = {}, [], []
 
     def __call__(self, part: StepPart) -> None:
         """One step, from the reader."""

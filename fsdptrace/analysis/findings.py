@@ -107,6 +107,23 @@ class Collector:
                     rank, step, at, data["fqn"], data["message"], data["hint"], tuple(data["evidence"]), size, file
                 )  # fmt: skip
 
+    def merge(self, other: Collector) -> None:
+        """Adds what another one, of other processes, has."""
+        for key, theirs in other._groups.items():
+            group = self._groups.get(key)
+            if group is None:
+                self._groups[key] = theirs
+                continue
+            group.times += theirs.times
+            group.units.update(theirs.units)
+            group.ranks |= theirs.ranks
+            group.steps |= theirs.steps
+            group.bytes = max(group.bytes, theirs.bytes)
+            for at, size in theirs.per_step.items():
+                group.per_step[at] = group.per_step.get(at, 0) + size
+            if group.first is None or (theirs.first is not None and _at(theirs.first) < _at(group.first)):
+                group.first = theirs.first
+
     def findings(self) -> list[Finding]:
         """Worst severity first, then in the order of appearance."""
         made = []
@@ -121,6 +138,10 @@ class Collector:
                 )
             )  # fmt: skip
         return sorted(made, key=_order)
+
+
+def _at(seen: Seen) -> tuple[int, int, int]:
+    return seen.step, seen.rank, seen.seq
 
 
 def _order(finding: Finding) -> tuple[int, int, int, int]:

@@ -59,10 +59,10 @@ def basis(processes: Sequence[ProcessTrace]) -> Basis:
         rules=tuple(name for name in in_order if name in everywhere),
         ranks=len({(process.header.role, process.rank) for process in processes}),
         world_size=max(process.header.world_size for process in processes),
-        steps=max((len({line.step for line in process.steps}) for process in processes), default=0),
+        steps=max((len(process.steps.numbers) for process in processes), default=0),
         rank_steps=sum(len(process.steps) for process in processes),
-        full_rank_steps=sum(line.full for process in processes for line in process.steps),
-        events=sum(line.events for process in processes for line in process.steps)
+        full_rank_steps=sum(process.steps.full for process in processes),
+        events=sum(process.steps.events for process in processes)
         + sum(sum(process.running_events.values()) for process in processes),
         partly=tuple(name for name in in_order if name not in everywhere),
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _lost(processes: Sequence[ProcessTrace]) -> list[str]:
 
 def _detail(processes: Sequence[ProcessTrace]) -> list[str]:
     total = sum(len(process.steps) for process in processes)
-    full = sum(line.full for process in processes for line in process.steps)
+    full = sum(process.steps.full for process in processes)
     if full == total:
         return []
     return [

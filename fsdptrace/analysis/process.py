@@ -7,49 +7,22 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdptrace import events as ev
+from fsdptrace.analysis import order, scan
 from fsdptrace.analysis.records import PARSE_ERRORS, parse, record_of
 from fsdptrace.analysis.sources import Header, Problem, Source
+from fsdptrace.analysis.steplines import StepLine, StepLines
 from fsdptrace.model_map import ModelMap
 
 _BAD_LINE: tuple[type[Exception], ...] = (
     *PARSE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError,
 )  # fmt: skip
 KEPT_VIOLATIONS = 200_000  # violation lines of one process that are looked at; the rest is counted
-
-
-@dataclass(frozen=True, slots=True)
-class StepLine:
-    """What is known of one finished step of one model on one rank, from its ``step`` line.
-
-    Attributes:
-        full: all its events were read; else only this line (and perhaps some events).
-        duration_ns: since the previous step's end, or since the first event for the first one; 0 where unknown.
-        events: how many events it had.
-        gathers: unshards in it, no-ops included; ``violations`` in it; ``dropped`` events of it that did not fit.
-        unsharded_bytes, unsharded_peak, past_backward_bytes: at its end, at most during it, and at its end although the
-            backward was over; ``past_backward_peak`` at most at one time of it.
-    """
-
-    model: int
-    step: int
-    full: bool
-    seq: int
-    t: int
-    duration_ns: int
-    events: int
-    gathers: int
-    violations: int
-    dropped: int
-    unsharded_bytes: int
-    unsharded_peak: int
-    past_backward_bytes: int
-    past_backward_peak: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +56,7 @@ class ProcessTrace:
     Attributes:
         events: event lines read, violations and step lines included.
         violations: violation lines as written (``model``, ``group``, ``step``, ``seq`` among them).
+        violation_count: how many violation lines there are.
         lost_violations: violations of finished steps of which no line was written or kept.
         steps: finished steps; ``first_step`` and ``last_step`` per model are known from events too.
         end: the last line; None when the process died or is still running.
@@ -96,8 +70,9 @@ class ProcessTrace:
     models: dict[int, ModelMap] = field(default_factory=dict)
     events: int = 0
     violations: list[dict[str, Any]] = field(default_factory=list)
+    violation_count: int = 0
     lost_violations: int = 0
-    steps: list[StepLine] = field(default_factory=list)
+    steps: StepLines = field(default_factory=StepLines)
     running_step: dict[int, int] = field(default_factory=dict)
     running_events: dict[int, int] = field(default_factory=dict)
     end: dict[str, Any] | None = None
@@ -121,8 +96,7 @@ class ProcessTrace:
 
     def last_step(self, model: int = 0) -> int:
         """The newest step of ``model`` of which anything is known, -1 before any."""
-        finished = [line.step for line in self.steps if line.model == model]
-        return max([*finished, self.running_step.get(model, -1)], default=-1)
+        return max(self.steps.last(model), self.running_step.get(model, -1))
 
 
 @dataclass(slots=True)
@@ -137,12 +111,19 @@ class _Running:
     damaged: bool = False  # a line was lost while it was read
 
 
-def read_process(source: Source, sink: Callable[[StepPart], None] | None = None) -> ProcessTrace:
-    """Reads the files of ``source``; ``sink`` gets every step in turn, unfinished ones at the end.
+def _nobody(count: int) -> None:
+    pass
+
+
+def read_process(
+    source: Source, sink: Callable[[StepPart], None] | None = None, advance: Callable[[int], None] = _nobody
+) -> ProcessTrace:
+    """Reads the files of ``source``; ``sink`` gets every step in turn, unfinished ones at the end; ``advance`` is told how many
+    bytes were read, bit by bit.
 
     Lines that cannot be read are counted and named in ``problems``, never fatal.
     """
-    reader = _Reader(ProcessTrace(source), sink or (lambda part: None))
+    reader = _Reader(ProcessTrace(source), sink or (lambda part: None), advance)
     for part in source.parts:
         reader.read(part)
     if source.tail is not None and reader.trace.end is None:
@@ -152,32 +133,79 @@ def read_process(source: Source, sink: Callable[[StepPart], None] | None = None)
 
 
 class _Reader:
-    def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None]) -> None:
+    def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None], advance: Callable[[int], None]) -> None:
         self.trace = trace
         self._sink = sink
+        self._advance = advance
         self._texts = ev.Texts()
         self._running: dict[int, _Running] = {}
         self._known: set[int] | None = None  # while a tail is read: events that the file itself has
+        self._forms = scan.Forms()
+        self._bad: list[int] = []
+        self._torn = False
+        self._out_of_order = ""
 
     def read(self, path: Path, tail: bool = False) -> None:
-        bad: list[int] = []
-        torn = False
+        self._bad, self._torn = [], False
         if tail:
             self._known = {seq for running in self._running.values() for seq in running.records[ev.SEQ :: ev.WIDTH]}
         number = 0
         try:
             with open(path, "rb") as stream:
-                for number, raw in enumerate(stream, 1):
-                    try:
-                        self._take(parse(raw))
-                    except _BAD_LINE:
-                        bad.append(number)
-                        torn = not raw.endswith(b"\n")
-                        for running in self._running.values():
-                            running.damaged |= not torn
+                for rows in scan.rows(stream, self._advance):
+                    if tail:
+                        for i, row in enumerate(rows, number + 1):
+                            self._slowly(i, row)
+                    else:
+                        self._rows(rows, number)
+                    number += len(rows)
         except OSError as error:
             self.trace.problems.append(Problem(path, f"cannot be read on from line {number + 1}: {error.strerror or error}"))
-        self._tell(path, bad, torn)
+        self._tell(path, self._bad, self._torn)
+
+    def _rows(self, rows: Sequence[scan.Row], number: int) -> None:
+        """Lines of the usual form by what is known of it, those of one step together; the others one by one."""
+        known = self._forms.known
+        trace = self.trace
+        batch: list[int] = []
+        at: tuple[int, bytes] | None = None  # the model and step of the batch
+        for row in rows:
+            number += 1
+            seq, head, t0, t1, step, parent, rest, _ = row
+            form = known.get((head, rest))
+            if form is None or trace.entered is not None:
+                if batch and at is not None:
+                    self._take_batch(at, batch)
+                    batch = []
+                self._slowly(number, row)
+                continue
+            model, kind, group, context, a, b, c, d, e = form
+            if at != (model, step):
+                if batch and at is not None:
+                    self._take_batch(at, batch)
+                    batch = []
+                at = (model, step)
+            batch += (kind, int(seq), int(t0), int(t1), group, int(parent or 0), context, a, b, c, d, e)
+        if batch and at is not None:
+            self._take_batch(at, batch)
+
+    def _take_batch(self, at: tuple[int, bytes], batch: list[int]) -> None:
+        self._step_of(at[0], int(at[1])).records.fromlist(batch)
+        self.trace.events += len(batch) // ev.WIDTH
+
+    def _slowly(self, number: int, row: scan.Row) -> None:
+        """One line through the parser."""
+        raw = scan.whole(row)
+        try:
+            data = parse(raw)
+            record = self._take(data)
+            if record is not None and row[0]:
+                self._forms.learn(row, record, data["step"])
+        except _BAD_LINE:
+            self._bad.append(number)
+            self._torn = not raw.endswith(b"\n")
+            for running in self._running.values():
+                running.damaged |= not self._torn
 
     def _tell(self, path: Path, bad: list[int], torn: bool) -> None:
         if torn:
@@ -191,16 +219,17 @@ class _Reader:
                 Problem(path, f"{word} {shown} cannot be read (damaged, or of another version); the rest is used")
             )
 
-    def _take(self, data: dict[str, Any]) -> None:
+    def _take(self, data: dict[str, Any]) -> tuple[int, ...] | None:
+        """Takes a line up; the record, where it is one of an event."""
         if "schema" in data:
-            return
+            return None
         kind = data["kind"]
         if kind == "violation":
             self._violation(data)
         elif kind == "step":
             self._end_step(data)
         elif kind in ev.KIND_NUMBER:
-            self._event(data)
+            return self._event(data)
         elif kind == "model":
             self._model(ModelMap.from_json(data))
         elif kind in ("heartbeat", "entered"):
@@ -209,6 +238,7 @@ class _Reader:
             self.trace.end = data
             self.trace.dropped = int(data.get("dropped", 0))
         # Lines of kinds that a later version added are skipped: they are not damage.
+        return None
 
     def _model(self, model: ModelMap) -> None:
         if any(group.id != number for number, group in enumerate(model.groups)):
@@ -219,13 +249,14 @@ class _Reader:
         if known is not None and [g.id for g in known.groups] != [g.id for g in model.groups]:
             self._flush(model.model, None)
         self.trace.models[model.model] = model
+        self._forms.known.clear()  # what a line leaves out may be another value now
 
-    def _event(self, data: dict[str, Any]) -> None:
+    def _event(self, data: dict[str, Any]) -> tuple[int, ...] | None:
         number = data.get("model", 0)
         model = self.trace.models[number]
         record = record_of(data, model, self._texts)
         if self._known is not None and record[ev.SEQ] in self._known:
-            return
+            return None
         running = self._step_of(number, data["step"])
         before = len(running.records)
         try:
@@ -235,20 +266,21 @@ class _Reader:
             raise
         trace = self.trace
         trace.events += 1
-        trace.last_seq = max(trace.last_seq, record[ev.SEQ])
-        trace.last_t = max(trace.last_t, record[ev.T1])
         if trace.entered is not None:
             self._maybe_left(data)
         if record[0] == ev.EXCEPTION:
             unit = data.get("unit")
             fqn = model.units[unit].fqn if isinstance(unit, int) and 0 <= unit < len(model.units) else ""
             trace.exceptions = [*trace.exceptions[-9:], (running.step, str(data.get("type", "")), fqn)]
+        return record
 
     def _step_of(self, model: int, step: int) -> _Running:
         running = self._running.get(model)
         if running is None:
             running = self._running[model] = _Running(int(step))
         elif step != running.step:
+            if running.sent is not None and step <= running.sent:
+                self._out_of_order = self._out_of_order or f"step {step} comes again after step {running.sent}"
             if running.records or running.violations:  # its line was lost
                 self._flush(model, None)
             running.step = int(step)
@@ -271,6 +303,7 @@ class _Reader:
         running.violations += 1
         trace.events += 1
         trace.last_seq = max(trace.last_seq, data["seq"])
+        trace.violation_count += 1
         if len(trace.violations) < KEPT_VIOLATIONS:
             trace.violations.append(data)
         else:
@@ -311,6 +344,13 @@ class _Reader:
         contiguous = running.step == 0 if running.sent is None else running.step == running.sent + 1
         records, running.records = running.records, array("q")
         running.violations = 0
+        if records:
+            ends = records[ev.T1 :: ev.WIDTH]
+            if order.disturbed(ends):
+                records = order.by_end(records)
+                self._out_of_order = self._out_of_order or f"step {running.step} was put in order by the ends of its calls"
+            self.trace.last_seq = max(self.trace.last_seq, max(records[ev.SEQ :: ev.WIDTH]))
+            self.trace.last_t = max(self.trace.last_t, max(ends))
         full = line is not None and line.full
         part = StepPart(
             self.trace.models[model], running.step, records, self._texts, line, full,
@@ -351,6 +391,10 @@ class _Reader:
                 self.trace.running_step[model] = running.step
                 self.trace.running_events[model] = len(running.records) // ev.WIDTH
                 self._flush(model, None, at_end=True)
+        if self._out_of_order:
+            said = f"its lines are not in the order in which they were written ({self._out_of_order}), as sorting or joining"
+            said += " by another tool leaves them; steps that are torn apart are not in the tables"
+            self.trace.problems.append(Problem(self.trace.source.path, said))
 
 
 def _all_there(running: _Running, counts: Mapping[str, int]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.checks.text import pattern
-from fsdptrace.summary import GroupSummary, Summariser, rows_of
+from fsdptrace.summary import GroupSummary, Prefetches, Summariser, Summary, Traffic
 
 _SUMS = tuple(
     item.name for item in fields(GroupSummary) if item.name not in ("group", "fqn", "bytes", "distance_max_ns")
@@ -80,15 +80,32 @@ class Units:
     past_backward: int = 0
     past_backward_peak: int = 0
     unfinished: bool = False
+    traffic: dict[tuple[int, int, int, int], Traffic] = field(default_factory=dict)
+    prefetches: dict[tuple[str, str], Prefetches] = field(default_factory=dict)
+    outermost: set[int] = field(default_factory=set)
 
-    def add(self, rows: Iterable[GroupSummary]) -> None:
+    def add(self, summary: Summary) -> None:
         """Adds the sums of some steps."""
-        for row in rows:
+        for row in summary.groups:
             into = self.groups.get(row.fqn)
             if into is None:
                 self.groups[row.fqn] = replace(row)
             else:
                 _add(into, row)
+        for key, entry in summary.traffic.items():
+            add_fields(self.traffic.setdefault(key, Traffic()), entry)
+        for name, prefetches in summary.prefetches.items():
+            add_fields(self.prefetches.setdefault(name, Prefetches()), prefetches)
+        self.outermost |= summary.outermost
+
+
+T = TypeVar("T", Traffic, Prefetches)
+
+
+def add_fields(into: T, other: T) -> None:
+    """Adds every field of ``other`` to that of ``into``."""
+    for item in fields(other):
+        setattr(into, item.name, getattr(into, item.name) + getattr(other, item.name))
 
 
 def _add(into: GroupSummary, row: GroupSummary) -> None:
@@ -123,8 +140,7 @@ class UnitSums:
         if summariser is None:
             self._close(number, units)
             summariser = self._running[number] = Summariser(part.map)
-        for record in rows_of(part.records):
-            summariser.feed(record)
+        summariser.feed(part.records)
         units.steps += 1
         self._peak(units, part, summariser)
 
@@ -137,14 +153,13 @@ class UnitSums:
                 units.peak = Peak(part.line.unsharded_peak, self.rank, part.step)
             return
         summariser = summariser or Summariser(part.map)
-        for record in rows_of(part.records):
-            summariser.feed(record)
+        summariser.feed(part.records)
         result = summariser.result()
         units.now = result.unsharded_bytes
         self._peak(units, part, summariser)
         if not units.steps:
             units.steps, units.unfinished = 1, True
-            units.add(result.groups)
+            units.add(result)
 
     def _peak(self, units: Units, part: StepPart, summariser: Summariser) -> None:
         result = summariser.result()
@@ -157,7 +172,7 @@ class UnitSums:
     def _close(self, number: int, units: Units) -> None:
         summariser = self._running.pop(number, None)
         if summariser is not None:
-            units.add(summariser.result().groups)
+            units.add(summariser.result())
 
     def result(self) -> dict[int, Units]:
         """The sums by model number; call once, when all is read."""

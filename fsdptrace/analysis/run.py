@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdptrace.analysis import notes
+from fsdptrace.analysis import notes, ranks, workers
 from fsdptrace.analysis.findings import Collector, Finding
-from fsdptrace.analysis.process import ProcessTrace, StepLine, read_process
-from fsdptrace.analysis.rows import Peak, UnitRow, Units, UnitSums, merge, peak_json
-from fsdptrace.analysis.sources import Problem, RunSources, choose, find_runs
+from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.ranks import Arrivals, Ranks
+from fsdptrace.analysis.rows import Peak, UnitRow, Units, UnitSums, add_fields, merge, peak_json
+from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs
+from fsdptrace.analysis.steplines import StepLine
+from fsdptrace.analysis.traffic import Traffic, traffic
 from fsdptrace.model_map import ModelMap
+from fsdptrace.summary import Prefetches
 
 SCHEMA = "fsdptrace-report/1"
+KEPT_VIOLATIONS = 1000  # per process, as they were written; findings are of all of them
 
 
 @dataclass(slots=True)
@@ -29,6 +35,7 @@ class ModelReport:
             largest over ranks, with that rank.
         peak: most bytes open or pending at one time.
         past_backward_peak: largest ``past_backward_peak`` of any step: held at one time although the backward was over.
+        traffic: bytes on the wire beside the closed form; ``prefetches`` by direction and mode, summed over steps and ranks.
     """
 
     model: int
@@ -41,6 +48,8 @@ class ModelReport:
     past_backward: tuple[int, int]
     peak: Peak
     past_backward_peak: int
+    traffic: Traffic
+    prefetches: dict[tuple[str, str], Prefetches]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -49,6 +58,10 @@ class ModelReport:
             "unsharded_bytes": self.now[0], "unsharded_bytes_rank": self.now[1],
             "past_backward_bytes": self.past_backward[0], "past_backward_bytes_rank": self.past_backward[1],
             "past_backward_peak_bytes": self.past_backward_peak, "peak": peak_json(self.peak),
+            "communication": self.traffic.to_json(),
+            "prefetches": [
+                {"direction": direction, "mode": mode, **asdict(entry)} for (direction, mode), entry in self.prefetches.items()
+            ],
             "uncovered_parameters": list(self.map.uncovered), "units": [row.to_json() for row in self.rows],
         }  # fmt: skip
 
@@ -67,6 +80,7 @@ class Run:
         coverage: what this run cannot show.
         notes: ranks that are missing, died, stand elsewhere; detail that is missing; damaged files.
         others: labels of other runs in the same folder, newest first.
+        side_by_side: the ranks beside each other.
     """
 
     id: str
@@ -81,6 +95,7 @@ class Run:
     notes: list[str]
     others: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    side_by_side: Ranks = field(default_factory=lambda: Ranks([]))
 
     @property
     def worst(self) -> str:
@@ -104,7 +119,8 @@ class Run:
             "ranks": self.ranks, "findings": [finding.to_json() for finding in self.findings],
             "models": [model.to_json() for model in self.models], "basis": asdict(self.basis),
             "coverage": self.coverage, "notes": self.notes, "problems": [str(problem) for problem in self.problems],
-            "processes": [_process_json(process) for process in self.processes], "other_runs": self.others,
+            "processes": [_process_json(process) for process in self.processes], "ranks_compared": self.side_by_side.to_json(),
+            "other_runs": self.others,
         }  # fmt: skip
         if steps:
             data["steps"] = [{"rank": rank, **asdict(line)} for rank, line in self.step_lines()]
@@ -116,17 +132,18 @@ def _process_json(process: ProcessTrace) -> dict[str, Any]:
     return {
         "rank": header.rank, "world_size": header.world_size, "role": header.role, "host": header.host, "pid": header.pid,
         "versions": dict(header.versions), "file": str(process.source.path), "complete": process.end is not None,
-        "events": process.events, "dropped": process.dropped, "violations": len(process.violations),
+        "events": process.events, "dropped": process.dropped, "violations": process.violation_count,
         "lost_violations": process.lost_violations, "steps": len(process.steps),
-        "full_steps": sum(line.full for line in process.steps), "last_seq": process.last_seq,
+        "full_steps": process.steps.full, "last_seq": process.last_seq,
         "entered": process.entered if process.end is None else None, "damaged_lines": process.damaged,
     }  # fmt: skip
 
 
-def load(folder: str | Path, run: str | None = None) -> Run:
+def load(folder: str | Path, run: str | None = None, jobs: int | None = 1, progress: workers.Progress | None = None) -> Run:
     """Reads a run: a run's folder, the out folder (the newest run in it, or the one named ``run``), or one file.
 
-    Damaged, cut off and foreign files are named in ``problems`` and ``notes``; what is left is used.
+    Damaged, cut off and foreign files are named in ``problems`` and ``notes``; what is left is used. ``jobs`` and
+    ``progress`` as for :func:`fsdptrace.analysis.workers.each`.
 
     Raises:
         NotATrace: there is nothing to read, or no run of that name.
@@ -134,25 +151,54 @@ def load(folder: str | Path, run: str | None = None) -> Run:
     runs, problems = find_runs(folder)
     chosen = choose(runs, run)
     others = [other.label for other in runs if other is not chosen]
-    return read_run(chosen, problems, others)
+    return read_run(chosen, problems, others, jobs, progress)
 
 
-def read_run(sources: RunSources, problems: Sequence[Problem] = (), others: Sequence[str] = ()) -> Run:
+@dataclass(slots=True)
+class _Read:
+    """What a worker makes of one process's files."""
+
+    process: ProcessTrace
+    units: dict[int, Units]
+    arrivals: Arrivals
+    found: Collector
+
+
+def _read(source: Source, advance: workers.Advance, limit: int) -> _Read:
+    sums, arrivals, found = UnitSums(source.header.rank), Arrivals(limit), Collector()
+
+    def sink(part: StepPart) -> None:
+        sums(part)
+        arrivals(part)
+
+    process = read_process(source, sink, advance)
+    roots = {number: model.root for number, model in process.models.items()}
+    found.add(process.violations, process.rank, roots, str(source.path))
+    del process.violations[KEPT_VIOLATIONS:]  # they can be very many, and what a report says of them is in `found`
+    return _Read(process, sums.result(), arrivals, found)
+
+
+def read_run(
+    sources: RunSources,
+    problems: Sequence[Problem] = (),
+    others: Sequence[str] = (),
+    jobs: int | None = 1,
+    progress: workers.Progress | None = None,
+) -> Run:
     """Reads the files of one run."""
-    processes: list[ProcessTrace] = []
-    units: list[tuple[ProcessTrace, Mapping[int, Units]]] = []
+    count = len(sources.sources)
+    done = workers.each(sources.sources, partial(_read, limit=ranks.limit(count) if count > 1 else 0), jobs, progress)
+    processes = [item.process for item in done]
     collector = Collector()
-    for source in sources.sources:
-        sums = UnitSums(source.header.rank)
-        process = read_process(source, sums)
-        processes.append(process)
-        units.append((process, sums.result()))
-        roots = {number: model.root for number, model in process.models.items()}
-        collector.add(process.violations, process.rank, roots, str(source.path))
+    for item in done:
+        collector.merge(item.found)
+    units = [item.units for item in done]
     all_problems = [*problems, *(problem for process in processes for problem in process.problems)]
     return Run(
-        sources.id, sources.label, sources.attempt, _folder(sources), processes, collector.findings(), _models(units),
+        sources.id, sources.label, sources.attempt, _folder(sources), processes, collector.findings(),
+        _models(list(zip(processes, units, strict=True))),
         notes.basis(processes), notes.coverage(processes), notes.about(processes), list(others), all_problems,
+        ranks.ranks(processes, units, [item.arrivals for item in done], workers.sizes(sources.sources)),
     )  # fmt: skip
 
 
@@ -176,12 +222,18 @@ def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[M
     for (number, root), of_ranks in sorted(per_model.items()):
         finished = [item for item in of_ranks if not item.unfinished]
         used = finished if any(item.steps for item in finished) else of_ranks
+        rows = merge(used)
+        prefetches: dict[tuple[str, str], Prefetches] = {}
+        for item in used:
+            for name, entry in item.prefetches.items():
+                add_fields(prefetches.setdefault(name, Prefetches()), entry)
         made.append(
             ModelReport(
-                number, root, maps[number, root], merge(used), sum(item.steps for item in used), used is not finished,
+                number, root, maps[number, root], rows, sum(item.steps for item in used), used is not finished,
                 _most(of_ranks, "now"), _most(of_ranks, "past_backward"),
                 max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
                 max(item.past_backward_peak for item in of_ranks),
+                traffic(maps[number, root], rows, used), dict(sorted(prefetches.items())),
             )
         )  # fmt: skip
     return made

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fsdptrace.files import NotATrace, tail_of
 
 _HEADER_LINES = 5  # a header is the first line; a few more are tried where that one is damaged
 _HEADER_BYTES = 1 << 20
+_FIRST_LINES = 600  # header, up to 255 models and their corrections
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ def find_runs(folder: str | Path) -> tuple[list[RunSources], list[Problem]]:
             problems.append(problem)
     if not sources:
         raise NotATrace(_nothing(folder, problems))
+    sources = _joined(sources, problems)
     by_run: dict[tuple[str, int], list[Source]] = {}
     for source in sources:
         by_run.setdefault((source.header.run_id, source.header.attempt), []).append(source)
@@ -128,6 +132,44 @@ def find_runs(folder: str | Path) -> tuple[list[RunSources], list[Problem]]:
         for (run_id, attempt), group in by_run.items()
     ]  # fmt: skip
     return sorted(runs, key=lambda run: (run.started, run.id), reverse=True), problems
+
+
+def _joined(sources: Sequence[Source], problems: list[Problem]) -> list[Source]:
+    """One source per process: parts whose names no longer say that they belong together are joined in the order of their
+    events, and a copy in another place, which would count twice, is left out."""
+    together: dict[tuple[object, ...], list[Source]] = {}
+    for source in sources:
+        header = source.header
+        process = (header.run_id, header.attempt, header.role, header.rank, header.host, header.pid)
+        # Without a clock nothing says that two files are of one process: a pid comes again.
+        moment = (header.unix_ns, header.perf_counter_ns) if header.perf_counter_ns else (source.path,)
+        together.setdefault((*process, *moment), []).append(source)
+    return [_join(group, problems) if len(group) > 1 else group[0] for group in together.values()]
+
+
+def _join(group: Sequence[Source], problems: list[Problem]) -> Source:
+    by_first: dict[int, Source] = {}
+    for source in sorted(group, key=lambda source: (-_bytes(source), source.path)):
+        known = by_first.setdefault(_first_event(source.parts[0]), source)
+        if known is not source:
+            problems.append(Problem(source.path, f"a copy of {known.path}, or of a part of it; left out"))
+    parts = [source for _, source in sorted(by_first.items())]
+    tail = next((source.tail for source in parts if source.tail is not None), None)
+    return Source(parts[0].path, parts[0].header, tuple(path for source in parts for path in source.parts), tail)
+
+
+def _bytes(source: Source) -> int:
+    return sum(part.stat().st_size for part in source.parts)
+
+
+def _first_event(path: Path) -> int:
+    """The number of the first event in a file; -1 where its first lines have none."""
+    with open(path, "rb") as stream:
+        for raw in islice(stream, _FIRST_LINES):
+            found = re.match(rb'\{"seq": ?(\d{1,18}),', raw)
+            if found:
+                return int(found[1])
+    return -1
 
 
 def choose(runs: Sequence[RunSources], wanted: str | None) -> RunSources:

@@ -1,0 +1,111 @@
+"""The files of several processes read at the same time, by as many workers as there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from typing import Any, TypeVar
+
+from fsdptrace.analysis.sources import Source
+
+WORTH_IT = 24 << 20  # bytes from which on starting workers (0.2 s) pays
+PERIOD = 0.1  # seconds between looks at how far the workers are
+
+T = TypeVar("T")
+Advance = Callable[[int], None]
+Progress = Callable[[int, int], None]
+"""Told how many bytes have been read, and of how many."""
+
+
+def _nobody(done: int, total: int) -> None:
+    pass
+
+
+def sizes(sources: Sequence[Source]) -> list[int]:
+    """Bytes on disk per source; 0 for what cannot be looked at."""
+    return [sum(map(_size, (*source.parts, *([source.tail] if source.tail else [])))) for source in sources]
+
+
+def _size(path: os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def each(
+    sources: Sequence[Source], work: Callable[[Source, Advance], T], jobs: int | None = 1, progress: Progress | None = None
+) -> list[T]:
+    """``work(source, advance)`` for each source; the results, in order.
+
+    Args:
+        sources: the files of one process each.
+        work: a function of a module, since workers are processes of their own; calls ``advance`` with bytes read.
+        jobs: how many workers at most; ``None``: as many as there are cores, where the files are large enough to pay. A program
+            that uses more than one guards its own start by ``if __name__ == "__main__"``, as for any pool of processes.
+        progress: told now and then how far it is.
+    """
+    progress = progress or _nobody
+    per_source = sizes(sources)
+    total = sum(per_source)
+    if jobs is None:
+        jobs = cores() if total >= WORTH_IT else 1
+    jobs = min(jobs, len(sources))
+    if jobs > 1:
+        return _in_workers(sources, per_source, work, jobs, progress)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return [work(source, advance) for source in sources]
+
+
+_done: Any = None  # in a worker: the bytes that all of them have read
+
+
+def _join(done: Any) -> None:
+    global _done
+    _done = done
+
+
+def _advance(count: int) -> None:
+    with _done.get_lock():
+        _done.value += count
+
+
+def _one(work: Callable[[Source, Advance], T], source: Source) -> T:
+    return work(source, _advance)
+
+
+def _in_workers(
+    sources: Sequence[Source], per_source: Sequence[int], work: Callable[[Source, Advance], T], jobs: int, progress: Progress
+) -> list[T]:
+    # Spawned: a forked child would inherit locks of threads that it does not have.
+    context = multiprocessing.get_context("spawn")
+    done = context.Value("q", 0)
+    total = sum(per_source)
+    with ProcessPoolExecutor(jobs, context, _join, (done,)) as pool:
+        # The largest first, so that no worker is left alone with it at the end.
+        order = sorted(range(len(sources)), key=lambda i: -per_source[i])
+        futures: dict[int, Future[T]] = {i: pool.submit(_one, work, sources[i]) for i in order}
+        running = set(futures.values())
+        try:
+            while running:
+                finished, running = wait(running, PERIOD, FIRST_COMPLETED)
+                for future in finished:
+                    future.result()
+                progress(done.value, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return [futures[i].result() for i in range(len(sources))]
