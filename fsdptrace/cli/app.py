@@ -93,8 +93,10 @@ def report(
         from fsdptrace.analysis import load
         from fsdptrace.cli import report as view
         from fsdptrace.cli.output import Screen, clean, print_json
+        from fsdptrace.cli.progress import bar
 
-        loaded = load(folder or default_folder(), run)
+        with bar() as progress:
+            loaded = load(folder or default_folder(), run, None, progress)
         if html is not None:
             from fsdptrace.html import write
 
@@ -134,8 +136,10 @@ def check(
         from fsdptrace.analysis import check as run_check
         from fsdptrace.cli import check as view
         from fsdptrace.cli.output import Screen, print_json
+        from fsdptrace.cli.progress import bar
 
-        result = run_check(folder or default_folder(), run, _names(select), _names(ignore) or (), baseline)
+        with bar() as progress:
+            result = run_check(folder or default_folder(), run, _names(select), _names(ignore) or (), baseline, None, progress)
         if json:
             print_json(result.to_json())
         else:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fsdptrace.analysis import Finding, ModelReport, Run, StepLine, UnitRow, by_pattern
 from fsdptrace.analysis.notes import Basis, ranks_text, spans
 from fsdptrace.checks.text import count, size
+from fsdptrace.cli import sections
 from fsdptrace.cli.output import STYLES, Column, Screen, clean, duration, name, number
 
 MANY_ROWS = 30  # more units than this are shown by name pattern
@@ -20,8 +21,12 @@ def show(screen: Screen, run: Run, every: bool = False, steps: bool = False) -> 
     for model in run.models:
         units(screen, model, every, many=len(run.models) > 1)
         memory(screen, model)
+        sections.communication(screen, model, every)
+        sections.prefetches(screen, model)
+    sections.ranks(screen, run, every)
     if steps:
         step_table(screen, run, every)
+    sections.own_cost(screen, run.side_by_side.rows, run)
     footing(screen, run.coverage, run.notes, [str(problem) for problem in run.problems])
 
 
@@ -146,7 +151,7 @@ def unit_cells(rows: Sequence[UnitRow]) -> tuple[list[Column], list[list[str]]]:
         Column("unit", right=False), Column("gathers fwd"), Column("bwd"), Column("recompute", keep=3),
         *([Column("other", keep=4)] if other else []), Column("no-op", keep=7), Column("wasted"),
         Column("bytes/gather", keep=2), Column("reduce-scatter", keep=6), *([Column("all-reduce", keep=5)] if reduces else []),
-        Column("gathered for", keep=8),
+        Column("gathered for", keep=8), Column("issue to use", keep=9), Column("at most", keep=10),
     ]  # fmt: skip
     cells = []
     for row in rows:
@@ -157,7 +162,8 @@ def unit_cells(rows: Sequence[UnitRow]) -> tuple[list[Column], list[list[str]]]:
             number(row.mean("gathers_recompute")), *([number(row.mean("gathers_other"))] if other else []),
             number(row.mean("noops")), number(row.mean("wasted")), size(high) if low == high else f"{size(low)}-{size(high)}",
             number(row.mean("reduce_scatters")), *([number(row.mean("all_reduces"))] if reduces else []),
-            duration(row.mean("lifetime_ns")),
+            duration(row.mean("lifetime_ns")), duration(row.sums.distance_ns / row.sums.waits) if row.sums.waits else "-",
+            duration(row.sums.distance_max_ns) if row.sums.waits else "-",
         ])  # fmt: skip
     return columns, cells
 

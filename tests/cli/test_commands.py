@@ -51,11 +51,60 @@ def test_report_of_a_healthy_run_says_what_that_is_based_on(tmp_path: Path) -> N
     assert "that saw all 72 events of 2 steps that ended, on 2 of 2 ranks: gather-after-backward" in result.output
     rows = [line.split("  ") for line in result.output.splitlines() if line.startswith("layers.")]
     assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
-        ["layers.0", "1", "1", "0", "0", "0", "1,000 B", "1", "90 ns"],
-        ["layers.1", "1", "0", "0", "0", "0", "3,000 B", "1", "70 ns"],
+        ["layers.0", "1", "1", "0", "0", "0", "1,000 B", "1", "90 ns", "20 ns", "30 ns"],
+        ["layers.1", "1", "0", "0", "0", "0", "3,000 B", "1", "70 ns", "10 ns", "10 ns"],
     ]
     assert "peak  4,000 B (rank 0, step 0, event 11)" in result.output
     assert "held by layers.1 3,000 B, layers.0 1,000 B" in result.output
+
+
+def test_report_has_communication_prefetches_ranks_and_its_own_cost(tmp_path: Path) -> None:
+    run(tmp_path, ranks=2, steps=2)
+    output = call("report", tmp_path).output
+    assert "communication, per step and rank: 4,500 B received; 6,000 B by the closed form of this wrap" in output
+    rows = [line.split() for line in output.splitlines()]
+    assert ["all-gather", "dim", "0", "(2)", "float32", "3", "4", "2,500", "B", "4,000", "B"] in rows
+    assert ["reduce-scatter", "dim", "0", "(2)", "float32", "2", "2", "2,000", "B", "2,000", "B"] in rows
+    assert "not as the form has it: all-gather of layers.1 1x instead of 2x (-1,500 B)" in output
+    assert ["backward", "implicit", "1", "1", "1", "0", "30", "ns"] in rows
+    assert "a step takes 178 ns on all ranks alike" in output
+    assert "(10 collectives of 2 steps compared)" in output
+    assert "18 events a step, 72 events written" in output
+    assert output.index("nothing found") < output.index("units of Net") < output.index("communication, per")
+    assert output.index("communication, per") < output.index("prefetches, per") < output.index("ranks (host times)")
+
+
+def test_of_many_ranks_those_that_come_last_are_shown(tmp_path: Path) -> None:
+    for rank in range(20):
+        made = Made(rank, 20)
+        made.seq = rank if rank in (3, 7) else 0  # 10 ns an event later
+        made.step()
+        made.end()
+        made.write(tmp_path)
+    lines = call("report", tmp_path).output.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("rank "))
+    rows = {line.split()[0]: line.split() for line in lines[at + 1 : at + 9]}
+    assert "(8 of 20 ranks, those that came last most often; --all shows each)" in lines[at + 9]
+    assert rows["7"][-3:] == ["5", "70", "ns"]
+    assert rows["3"][-3:] == ["0", "30", "ns"]
+    assert "  - all-gather of layers.1 (and 1 more of layers.*): the last rank 70 ns behind" not in lines
+    assert any("of layers.0 (and 1 more of layers.*): the last rank 70 ns behind the first" in line for line in lines)
+    assert sum(line.lstrip()[:2].strip().isdigit() for line in call("report", tmp_path, "--all").output.splitlines()) >= 20
+
+
+def test_a_bar_only_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fsdptrace.cli import progress
+
+    with progress.bar() as nobody:
+        assert nobody is None  # standard error is no terminal here
+    shown = progress.Bar("reading")
+    shown(1, 4)
+    assert shown._bar is None
+    monkeypatch.setattr(progress, "AFTER", 0.0)
+    shown(2, 4)
+    assert shown._bar is not None
+    assert (shown._bar.tasks[0].completed, shown._bar.tasks[0].total) == (2, 4)
+    shown.close()
 
 
 def test_report_shows_findings_first_and_in_full(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Made:
         self.rank = rank
         self.run_id = run_id
         self.seq = 0
+        self.tick = 10
         self.number = 0
         self.counts: dict[str, int] = {}
         options = {"checks": None, "detail": "full", "budget_bytes": None, **header.pop("options", {})}
@@ -56,7 +57,8 @@ class Made:
         """One event; its number."""
         self.seq += 1
         self.counts[kind] = self.counts.get(kind, 0) + 1
-        at = {"seq": self.seq, "kind": kind, "t0": 10 * self.seq, "t1": 10 * self.seq + 5, "step": self.number}
+        t0 = self.tick * self.seq
+        at = {"seq": self.seq, "kind": kind, "t0": t0, "t1": t0 + self.tick // 2, "step": self.number}
         self.line({**at, **({"group": group} if group is not None else {}), **data})
         return self.seq
 

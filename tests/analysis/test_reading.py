@@ -1,0 +1,188 @@
+"""Ways to read the same: the short one and the long one, one worker or several, files as people move them about."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fsdptrace
+from fsdptrace.analysis import StepPart, find_runs, load, read_process, scan
+from support.made import Made, run
+
+NEVER = re.compile(rb"(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})|([^\n]*\n|[^\n]+)")
+
+
+def _everything(path: str | Path) -> tuple[list[Any], Any]:
+    parts: list[Any] = []
+
+    def sink(part: StepPart) -> None:
+        texts = [part.texts.get(i) for i in range(3)]
+        parts.append((part.step, part.line, part.full, part.intact, part.contiguous, list(part.records), texts))
+
+    (found,) = find_runs(path)[0]
+    trace = read_process(found.sources[0], sink)
+    return parts, (
+        trace.events,
+        trace.last_seq,
+        trace.last_t,
+        trace.entered,
+        list(trace.steps),
+        trace.damaged,
+        trace.exceptions,
+    )
+
+
+def test_the_short_way_reads_what_the_long_way_reads(
+    fake_pg: Callable[..., Any], record: Callable[..., fsdptrace.Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)])
+    mesh = fake_pg(4)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(model, detail="full", checks=None, flush="collective") as recording:  # with `entered` lines between
+        for _ in range(3):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 9))
+    recording.close()
+    path = Path(recording.path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[20] = "@@@\n"
+    lines[30] = lines[30].replace('"t0":', '"t0": ')
+    path.write_text("".join(lines) + '{"seq":9999,"kind":"wai')
+    taken = 0
+    slowly = fsdptrace.analysis.process._Reader._slowly  # type: ignore[attr-defined]
+
+    def counted(self: Any, number: int, row: scan.Row) -> None:
+        nonlocal taken
+        taken += 1
+        slowly(self, number, row)
+
+    monkeypatch.setattr("fsdptrace.analysis.process._Reader._slowly", counted)
+    short = _everything(path)
+    assert taken < len(lines) * 0.8  # the first line of each form, and those around the collective that was entered
+    taken = 0
+    monkeypatch.setattr(scan, "_LINE", NEVER)
+    assert _everything(path) == short
+    assert taken == len(lines) + 1
+    assert sum(line.full for line in short[1][4]) >= 2
+
+
+def test_a_line_that_says_more_than_its_form_is_read_the_long_way() -> None:
+    forms = scan.Forms()
+    row = scan._LINE.findall(b'{"seq":1,"kind":"wait","group":0,"t0":1,"t1":2,"step":0,"bytes":7,"seq":5}\n')[0]
+    forms.learn(row, (2, 5, 1, 2, 0, 0, 0, 7, 0, 0, 0, 0), 0)  # JSON takes the last of two
+    assert forms.known == {}
+    assert scan.whole(row) == b'{"seq":1,"kind":"wait","group":0,"t0":1,"t1":2,"step":0,"bytes":7,"seq":5}\n'
+
+
+def test_workers_give_the_same_answer(tmp_path: Path) -> None:
+    run(tmp_path, ranks=3, steps=4)
+    told: list[tuple[int, int]] = []
+    alone = load(tmp_path, progress=lambda done, total: told.append((done, total)))
+    total = sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))
+    assert told[-1] == (total, total)
+    shared: list[tuple[int, int]] = []
+    together = load(tmp_path, jobs=2, progress=lambda done, total: shared.append((done, total)))
+    assert shared[-1] == (total, total)
+    assert together.to_json(steps=True) == alone.to_json(steps=True)
+
+
+def test_lines_out_of_order(tmp_path: Path) -> None:
+    """A step's lines shuffled by another tool: the ends of the calls put them back."""
+    made = Made(0, 1)
+    made.tick = 30_000_000
+    made.step()
+    made.step()
+    made.end()
+    straight = load(made.write(tmp_path / "a")).models[0]
+    first = made.lines[2:19]
+    random.Random(1).shuffle(first)
+    made.lines[2:19] = first
+    report = load(made.write(tmp_path / "b"))
+    assert [problem.message.partition(" (")[0] for problem in report.problems] == [
+        "its lines are not in the order in which they were written"
+    ]
+    assert report.models[0].to_json() == straight.to_json()
+
+
+def test_steps_out_of_order(tmp_path: Path) -> None:
+    made = Made(0, 1)
+    for _ in range(3):
+        made.step()
+    made.end()
+    made.lines[2:56] = [*made.lines[20:38], *made.lines[2:20], *made.lines[38:56]]
+    report = load(made.write(tmp_path))
+    assert "step 0 comes again after step 1" in report.problems[0].message
+    assert report.models[0].rows[0].steps == 3  # each is whole
+    assert report.processes[0].events == 54
+
+
+CLOCK = {"clock": {"perf_counter_ns": 77, "unix_ns": 1_000}}
+
+
+def test_a_copy_counts_once(tmp_path: Path) -> None:
+    (path,) = run(tmp_path, ranks=1, **CLOCK)
+    copy = tmp_path / "run" / "backup" / "rank0-copy.jsonl"
+    copy.parent.mkdir()
+    copy.write_text("\n".join(path.read_text().splitlines()[:-3]) + "\n")  # taken while it was being written
+    report = load(tmp_path)
+    assert len(report.processes) == 1
+    assert report.processes[0].end is not None
+    (problem,) = report.problems
+    assert (problem.path, "a copy of" in problem.message) == (copy, True)
+
+
+def test_parts_whose_names_were_changed(tmp_path: Path) -> None:
+    made = Made(0, 1, **CLOCK)
+    for _ in range(3):
+        made.step()
+    made.end()
+    head, rest = made.lines[:2], made.lines[2:]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name, lines in (("z", rest[:18]), ("a", rest[18:36]), ("m", rest[36:])):
+        (folder / f"{name}.jsonl").write_text("\n".join([*head, *lines]) + "\n")
+    report = load(tmp_path)
+    assert [path.name for path in report.processes[0].source.parts] == ["z.jsonl", "a.jsonl", "m.jsonl"]
+    assert report.problems == []
+    assert [line.step for line in report.processes[0].steps] == [0, 1, 2]
+    assert all(line.full for line in report.processes[0].steps)
+
+
+def test_many_step_lines_are_small(tmp_path: Path) -> None:
+    made = Made(0, 1)
+    made.one_line_step(peak=7)
+    made.one_line_step(peak=8)
+    made.end()
+    steps = load(made.write(tmp_path)).processes[0].steps
+    assert [line.unsharded_peak for line in steps] == [7, 8]
+    assert (steps[1].unsharded_peak, steps[-2].unsharded_peak, len(steps[:1])) == (8, 7, 1)
+    assert (steps.full, steps.numbers, steps.last(0), steps.last(1), len(steps)) == (0, {0, 1}, 1, -1, 2)
+    with pytest.raises(IndexError):
+        steps[2]
+    assert steps._flat.itemsize * len(steps._flat) == 2 * 14 * 8
+
+
+def test_json_of_all_sections_is_plain(tmp_path: Path) -> None:
+    run(tmp_path)
+    data = json.loads(json.dumps(load(tmp_path).to_json()))
+    model = data["models"][0]
+    assert model["communication"]["wire_bytes"] == 4 * 4500
+    assert model["prefetches"] == [{
+        "direction": "backward", "mode": "implicit", "issued": 4, "used": 4, "late": 4, "wasted": 0, "waits": 4,
+        "distance_ns": 4 * 30,
+    }]  # fmt: skip
+    assert [row["rank"] for row in data["ranks_compared"]["rows"]] == [0, 1]
