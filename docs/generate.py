@@ -128,7 +128,9 @@ def _usual(field: ev.FieldSpec) -> str:
     if not isinstance(field.usual, int):
         return ""
     if field.codec == "enum":
-        return f"`{field.names[field.usual]}`"
+        return f"`{field.names[field.usual]}`" if field.names[field.usual] else "it is neither"
+    if field.codec == "text":
+        return "it is empty"
     return f"`{str(bool(field.usual)).lower()}`" if field.codec == "bool" else str(field.usual)
 
 

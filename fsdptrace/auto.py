@@ -15,10 +15,12 @@ from typing import Any
 
 import torch.nn as nn
 
+from fsdptrace import events as ev
 from fsdptrace.adapters import compat
-from fsdptrace.adapters.backward import SEAM
 from fsdptrace.adapters.first_use import FirstUse
+from fsdptrace.adapters.frames import STATE_DICT, modules_in
 from fsdptrace.adapters.optimizer import OptimizerSteps
+from fsdptrace.adapters.process import attach
 from fsdptrace.checks.policy import logger
 from fsdptrace.options import Options, resolve
 from fsdptrace.recorded import Recorded
@@ -52,7 +54,7 @@ class AutoRecording(Recording):
         for module in modules:
             self._wrapped.append(weakref.ref(module))
             if module not in self._waiting:
-                self._waiting[module] = FirstUse(module, self._used)
+                self._waiting[module] = FirstUse(module, self._used, self._misused)
 
     def _used(self, module: nn.Module, args: Any) -> None:
         try:
@@ -63,6 +65,13 @@ class AutoRecording(Recording):
                 logger().error(
                     f"fsdptrace could not record {type(module).__name__}; training goes on: {type(error).__name__}: {error}"
                 )
+
+    def _misused(self, module: nn.Module, part: nn.Module, error: BaseException) -> None:
+        """The first use of ``module`` failed in ``part`` of it, past its forward."""
+        self._used(module, None)
+        for recorded in self.alive():
+            if recorded.hooks.has(part):
+                recorded.hooks.part_failed(part, error)
 
     def _start(self, module: nn.Module, args: Any) -> None:
         """Records the root of ``module`` from this use on; ``args`` is ``None`` where it is no forward of its own."""
@@ -78,7 +87,7 @@ class AutoRecording(Recording):
         recorded.install()
         self._roots[root] = weakref.ref(recorded)
         self._steps.add(recorded.hooks)
-        SEAM.add([recorded.context])
+        attach([recorded.context])
         self.seen += 1
         if args is not None:
             recorded.hooks.begin_inside(module, args)
@@ -116,8 +125,15 @@ class AutoRecording(Recording):
     def _uncaught(self, kind: Any, error: BaseException, trace: Any) -> None:
         """An exception that ends the program from outside the models' own calls gets the note too, and goes its way."""
         try:
+            for module in modules_in(error):  # a model that nothing of ours has seen yet, used past its forward
+                if any(module is part for wrapped in self._waiting for part in wrapped.modules()):
+                    self._used(self._root_of(module), None)
             for recorded in self.alive():
-                if id(error) != recorded.context.seen_exception:
+                context = recorded.context
+                about, used = context.look_at(error)
+                if used is not None or about == STATE_DICT:
+                    context.note_exception(error, ev.NONE, ev.NONE)
+                elif not context.has_seen(error):
                     recorded.annotate(error)
         except Exception as fault:
             self._fault(fault)

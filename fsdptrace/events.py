@@ -93,6 +93,7 @@ FLAGS: Final[tuple[str, ...]] = (
     "unshard_in_backward", "is_last_backward",
 )  # fmt: skip
 CHANGE_CAUSES: Final[tuple[str, ...]] = ("optimizer_step", "load", "write")
+ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict")
 #: dtype names by the number a record carries; unknown ones are 0.
 DTYPES: Final[tuple[str, ...]] = (
     "unknown", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8",
@@ -282,11 +283,14 @@ SPECS: Final[Mapping[int, KindSpec]] = {
             ),
         ),
         KindSpec(
-            EXCEPTION, "exception", "an exception leaves a hooked module, a group's hook or the recording",
+            EXCEPTION, "exception", "an exception leaves a hooked module, a group's hook, state-dict code or the recording",
             (
                 _f("type", "text", "qualified class name"),
                 _f("unit", "unit", "the unit it leaves"),
-                _f("freed", "bool", "its text is that of a use of parameters that are not gathered", usual=0),
+                _f("about", "enum", "freed: its text is that of a use of parameters that are not gathered; state_dict: it came "
+                   "out of state-dict code", ABOUT, 0),
+                _f("used", "group", "whose parameters were used, where that was not in a forward of its unit"),
+                _f("through", "text", "and through what: `module:method`, names as in the model line", usual=0),
             ),
         ),
         KindSpec(

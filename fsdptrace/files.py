@@ -314,6 +314,8 @@ def _usual_value(spec: ev.FieldSpec) -> Any:
     assert isinstance(spec.usual, int)
     if spec.codec == "enum":
         return spec.names[spec.usual]
+    if spec.codec == "text":
+        return ""
     return bool(spec.usual) if spec.codec == "bool" else spec.usual
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from fsdptrace.checks.base import Violation
 from fsdptrace.checks.policy import logger
 from fsdptrace.checks.text import count, size
 from fsdptrace.checks.tracker import Tracker
+
+SHOWN = 3
+"""So many findings are written out in a note."""
 
 
 def describe(tracker: Tracker, violations: dict[str, int]) -> str:
@@ -33,6 +37,12 @@ def describe(tracker: Tracker, violations: dict[str, int]) -> str:
         found = ", ".join(f"{rule} {count(times, 'time')}" for rule, times in violations.items())
         text += f" Found so far: {found}."
     return text
+
+
+def finding(violations: list[Violation]) -> str:
+    """The note with what rules found in the exception itself."""
+    text = "\n".join(f"fsdptrace: {violation}" for violation in violations[:SHOWN])
+    return text + (f"\nfsdptrace: and {len(violations) - SHOWN} more" if len(violations) > SHOWN else "")
 
 
 def put_on(error: BaseException, note: str) -> None:

@@ -34,7 +34,7 @@ class Recorded:
         described = describe(model, number)
         rules = registry.select(options.checks, options.budget_bytes is not None)
         own = registry.options_of(options.rule_options, options.budget_bytes)
-        self.engine = Engine(described.map, rules, self._on_violation, report.release, own)
+        self.engine = Engine(described.map, rules, self._on_violation, report.release, own, session.texts)
         # None where nothing is to do, so that a hook pays one comparison.
         self.before_collective = self._flush if options.flush == "collective" else None
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
@@ -65,10 +65,14 @@ class Recorded:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         return self.session.texts.put(text)
 
-    def annotate(self, error: BaseException) -> None:
+    def annotate(self, error: BaseException, seq: int = 0) -> None:
         """See :class:`fsdptrace.adapters.context.Owner`."""
-        if not isinstance(error, InvariantViolation) and error is not self._from_callable:
-            notes.put_on(error, notes.describe(self.engine.tracker, self.found))
+        if self.stop_run(error):
+            return
+        found = [violation for violation in self.engine.latest if violation.seq == seq]
+        if found:
+            notes.put_on(error, notes.finding(found))
+        notes.put_on(error, notes.describe(self.engine.tracker, self.found))
 
     _from_callable: BaseException | None = None
 

@@ -15,10 +15,10 @@ import torch.nn as nn
 from fsdptrace import events as ev
 from fsdptrace import steps as steps_module
 from fsdptrace.adapters import compat
-from fsdptrace.adapters.backward import SEAM
 from fsdptrace.adapters.context import FINAL
 from fsdptrace.adapters.describe import class_name, groups_in
 from fsdptrace.adapters.optimizer import OptimizerSteps
+from fsdptrace.adapters.process import attach, detach
 from fsdptrace.checks import policy
 from fsdptrace.checks.base import InvariantViolation, Violation
 from fsdptrace.options import Options, resolve
@@ -119,7 +119,7 @@ class Recording:
             recorded.install()
         self._optimizers = OptimizerSteps([recorded.hooks for recorded in self._recorded])
         self._optimizers.install()
-        SEAM.add([recorded.context for recorded in self._recorded])
+        attach([recorded.context for recorded in self._recorded])
         _active.add(self)
         session.drain.start()
         return self
@@ -145,7 +145,7 @@ class Recording:
 
     def _take_off(self) -> None:
         _active.discard(self)
-        SEAM.remove([recorded.context for recorded in self._recorded])
+        detach([recorded.context for recorded in self._recorded])
         if self._optimizers is not None:
             self._optimizers.remove()
             self._optimizers = None
@@ -273,7 +273,7 @@ class Recording:
         """Takes the hooks off, from wherever the process is: a fault of ours, or a forked child."""
         self._active = False
         _active.discard(self)
-        SEAM.remove([recorded.context for recorded in self._recorded])
+        detach([recorded.context for recorded in self._recorded])
         for recorded in self._recorded:
             recorded.hooks.remove()
         if self._optimizers is not None:

@@ -234,3 +234,48 @@ print("recorded", len(rec.steps))
     assert done.stdout == "recorded 2\n"
     said = done.stderr.splitlines()[-1]
     assert "2 FSDP2 models in 1 of 1 process, 3 steps; no errors or warnings" in said
+
+
+PAST_THE_FORWARD = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.block(self.emb(x))
+    def hidden(self, x):
+        return self.block(self.emb(x))
+    def direct(self, x):
+        return nn.functional.linear(x, self.emb.weight)
+def net():
+    model = Net()
+    fully_shard(model.block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+
+
+def test_models_whose_first_use_is_past_their_forward(tmp_path: Path) -> None:
+    """One whose error the program catches, in a part of it; one whose error ends the program, in code of its own."""
+    program = (
+        TRAINING
+        + PAST_THE_FORWARD
+        + """
+first = net()
+try:
+    first.hidden(torch.ones(2, 8))
+except RuntimeError as error:
+    print("caught", str(error)[:28])
+first(torch.ones(2, 8)).sum().backward()
+net().direct(torch.ones(2, 8))
+"""
+    )
+    done = run(tmp_path, program, "--on-violation", "record", code=1)
+    assert done.stdout == "caught aten.addmm.default got mixed\n"
+    said = done.stderr.splitlines()[-1]
+    assert "2 FSDP2 models in 1 of 1 process, 2 steps; 2 errors, 0 warnings (outside-forward); files in " in said
+    if sys.version_info >= (3, 11):
+        assert "direct() of (root), which is no forward of it, used its parameters (event " in done.stderr
+    (trace,) = traces(tmp_path)
+    used = [(e.model, e["about"], e["used"], e["through"]) for e in trace.events if e.kind == "exception"]
+    assert used == [(0, "freed", 0, ":hidden"), (1, "freed", 0, ":direct")]
+    assert sum(event.kind == "backward" for event in trace.events) == 1

@@ -7,7 +7,8 @@ Process-wide seams that recording touches, inert for models that are not recorde
 
 * the global optimizer-step hooks (``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``_post_hook``, public);
 * ``torch.autograd._engine_run_backward``, the function through which ``Tensor.backward`` and ``torch.autograd.grad`` start
-  the engine (adapters/backward.py).
+  the engine (adapters/backward.py);
+* the four workers of ``torch.distributed.checkpoint.state_dict``, once the program has imported it (adapters/state_dict.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from fsdptrace import events as ev
+from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, from_state_dict_code, says_freed, shares
+from fsdptrace.adapters.state_dict import STATE_DICTS
 
 clock = time.perf_counter_ns
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -77,8 +79,8 @@ class Owner(Protocol):
         """A step of ``model`` is over."""
         ...
 
-    def annotate(self, error: BaseException) -> None:
-        """Adds what is known to an exception that leaves the model."""
+    def annotate(self, error: BaseException, seq: int = 0) -> None:
+        """Adds what is known to an exception that leaves the model, and what rules found in it at event ``seq``."""
         ...
 
 
@@ -126,6 +128,8 @@ class Context:
         self.roots: list[Any] = []
         self.numbers: dict[int, int] = {}  # number of a group by its id(), while the hooks hold it
         self.seen_exception = 0
+        self.units: list[Any] = []  # of the installed model, with PyTorch's own objects
+        self.watch_parts: Callable[[bool], None] = _no_parts
 
     def emit(
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
@@ -159,6 +163,7 @@ class Context:
         shared[TOP] = seq
         shared[PARENT] = 0
         self.enter_pass(ev.PASS_FORWARD)
+        self.watch_parts(False)
         shared[OUTER_GRAD] = 1 if grad else 0
         shared[BUSY] = 1
         self.forward_seq = seq
@@ -180,6 +185,7 @@ class Context:
         finally:
             self.enter_pass(ev.PASS_NONE)
             shared[DEPTH] = 0
+            self.outside(bool(shared[OUTER_GRAD]))
             shared[OUTER_GRAD] = 0
 
     def abandon_forward(self) -> None:
@@ -200,6 +206,7 @@ class Context:
         shared[BACKWARD_SEQ] = shared[TOP] = next(self.ids)
         shared[PARENT] = 0
         self.enter_pass(ev.PASS_BACKWARD)
+        self.watch_parts(False)
         shared[RECOMPUTE_DEPTH] = 0
         shared[BUSY] = 1
         self.backward_finished = False
@@ -231,6 +238,14 @@ class Context:
             )  # fmt: skip
         finally:
             shared[CONTEXT] = outer
+            self.outside(True)
+
+    def outside(self, grad: bool) -> None:
+        """A forward (with ``grad`` or without) or a backward ended: what comes now may be work past the forwards."""
+        if not self.shared[TOP]:
+            self.watch_parts(True)
+            if not grad:
+                STATE_DICTS.look()
 
     def backward_left(self, error: BaseException | None) -> None:
         """The engine's outermost call returned, or raised ``error``."""
@@ -255,19 +270,48 @@ class Context:
 
     # -- exceptions ----------------------------------------------------------------------------------------------------
     def note_exception(self, error: BaseException, group: int, unit: int) -> None:
-        """Records ``error`` the first time that it leaves a hook or a module of the model."""
-        if id(error) == self.seen_exception:
+        """Records ``error`` the first time that it leaves a hook or a module of the model, and puts a note on it.
+
+        What rules find in it goes into the note: under ``raise`` too the program's own error is what ends it.
+        """
+        if self.has_seen(error):
             return
         self.seen_exception = id(error)
         self.shared[BUSY] = 1
         now = clock()
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        self.emit(
-            ev.EXCEPTION, next(self.ids), now, now, group, self.parent(),
-            self.owner.text(name), unit, int(says_freed(error)),
-        )  # fmt: skip
-        self.owner.annotate(error)
+        about, used = self.look_at(error)
+        seq = next(self.ids)
+        try:
+            self.emit(
+                ev.EXCEPTION, seq, now, now, group, self.parent(), self.owner.text(name), unit, about,
+                used.group if used else ev.NONE, self.owner.text(f"{used.module}:{used.method}") if used else 0,
+            )  # fmt: skip
+        except Exception as fault:
+            if not self.owner.stop_run(fault):
+                raise
+        self.owner.annotate(error, seq)
+
+    def has_seen(self, error: BaseException) -> bool:
+        """Whether ``error`` was recorded. Another one may have got the place in memory of one that is gone: it has no note."""
+        return id(error) == self.seen_exception and (
+            not hasattr(error, "add_note") or hasattr(error, "__notes__") or self.owner.stop_run(error)
+        )
+
+    def look_at(self, error: BaseException) -> tuple[int, Used | None]:
+        """What ``error`` is about (a position in :data:`~fsdptrace.events.ABOUT`), and whose parameters were used."""
+        if says_freed(error):
+            return FREED, closed_use(error, self.units)
+        return (STATE_DICT if from_state_dict_code(error, self.units) else 0), None
+
+    def state_dict_failed(self, model: Any, error: BaseException) -> None:
+        """``error`` leaves PyTorch's state-dict code, called for ``model``."""
+        try:
+            if shares(model, self.units):
+                self.note_exception(error, ev.NONE, ev.NONE)
+        except Exception as fault:
+            self.owner.fault(fault)
 
     def reset(self) -> None:
         """Forgets whatever was open: recording starts, or an exception left the run half way."""
@@ -278,15 +322,8 @@ class Context:
         self.seen_exception = 0
 
 
-# What PyTorch says when parameters are computed with that are not gathered: storage that FSDP2 freed, and the sharded
-# DTensor beside a plain tensor.
-_FREED = ("storage of size 0", "got mixed torch.Tensor and DTensor", "data is not allocated")
-
-
-def says_freed(error: BaseException) -> bool:
-    """Whether the text of ``error`` is that of a use of parameters that are not gathered."""
-    text = str(error)
-    return any(part in text for part in _FREED)
+def _no_parts(on: bool) -> None:
+    pass
 
 
 def _remembered(state: Any) -> tuple[int, int]:

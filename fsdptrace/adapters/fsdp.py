@@ -33,6 +33,7 @@ from fsdptrace.adapters.describe import Described, Unit
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.adapters.look import flags_of
+from fsdptrace.adapters.parts import PartHooks
 from fsdptrace.adapters.units import Original, UnitHooks, leaves, put_over, take_back
 from fsdptrace.model_map import ModelMap
 
@@ -54,6 +55,7 @@ class InstalledModel:
         ]
         self.installed = False
         self._units = [self._prepare(unit) for unit in self.units]
+        self._parts = PartHooks(((unit.modules, unit.groups) for unit in self.units), self.part_failed)
         self._classes = {type(hooks.group) for hooks in self.groups}
         self._methods = self._class_methods()
 
@@ -73,6 +75,9 @@ class InstalledModel:
             put_over(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
             unit.put_on()
+        self._parts.put_on()
+        self.context.units, self.context.watch_parts = self.units, self._parts.watch
+        self._parts.watch(True)
         self.installed = True
         for hooks in self.groups:
             hooks.snapshot(known(hooks.id))
@@ -87,6 +92,8 @@ class InstalledModel:
             take_back(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
             unit.take_off()
+        self._parts.take_off()
+        self.context.units = []
 
     def let_go(self) -> None:
         """Drops every strong reference to the model; :meth:`take_hold` gets them back as long as it lives."""
@@ -113,6 +120,19 @@ class InstalledModel:
         for hooks in self._units:
             if any(module is own for own in hooks.unit.modules):
                 hooks.begin(module, args)
+
+    def has(self, part: nn.Module) -> bool:
+        """Whether ``part`` is a module of the model."""
+        return any(part is module for unit in self.units for own in unit.modules for module in own.modules())
+
+    def part_failed(self, part: nn.Module, error: BaseException) -> None:
+        """``error``, which says that parameters are not gathered, leaves a part of a unit outside forwards and backwards."""
+        c = self.context
+        try:
+            unit = next(unit for unit in reversed(self.units) if any(part is m for own in unit.modules for m in own.modules()))
+            c.note_exception(error, unit.info.groups[0] if unit.info.groups else ev.NONE, unit.info.id)
+        except Exception as fault:
+            c.owner.fault(fault)
 
     def poll_flags(self, groups: Iterable[int] | None = None) -> None:
         """Records switches of ``groups`` (of all, if not given) that were changed since they were last seen; called when an

@@ -303,7 +303,7 @@ class _Judge:
         options = registry.options_of(given if isinstance(given, dict) else None, budget if isinstance(budget, int) else None)
         engine = Engine(
             part.map, self._rules, lambda violation: self._report(violation, number),
-            release_of(header.versions.get("torch", "")), options,
+            release_of(header.versions.get("torch", "")), options, part.texts,
         )  # fmt: skip
         self._engines[number] = engine
         self._maps[number] = part.map

@@ -28,8 +28,10 @@ class Engine:
         on_violation: called with each violation that is new in its step; may raise, at the event.
         release: of torch, as ``(2, 13)``: what it does and which transitions it has.
         options: options of rules, by rule name.
+        texts: the strings that events refer to.
 
     Attributes:
+        latest: what rules reported at the last event at which they did, new in its step or not.
         repeated: how often a violation was seen again in its step, by ``(rule, group, cause)``.
     """
 
@@ -40,8 +42,10 @@ class Engine:
         on_violation: Callable[[Violation], None],
         release: tuple[int, int] = (2, 13),
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        texts: ev.Texts | None = None,
     ) -> None:
-        self.tracker = Tracker(model_map)
+        self.tracker = Tracker(model_map, release, texts)
+        self.latest: list[Violation] = []
         self._on_violation = on_violation
         self._seen: set[tuple[str, int | None, str]] = set()
         self.repeated: dict[tuple[str, int | None, str], int] = {}
@@ -104,6 +108,9 @@ class Engine:
         self.repeated.clear()
 
     def _report(self, violation: Violation) -> None:
+        if self.latest and self.latest[-1].seq != violation.seq:
+            self.latest.clear()
+        self.latest.append(violation)
         key = (violation.rule, violation.group, violation.cause)
         if key in self._seen:
             self.repeated[key] = self.repeated.get(key, 1) + 1

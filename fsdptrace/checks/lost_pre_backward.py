@@ -9,6 +9,7 @@ from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.tracker import GroupState
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+_FREED = ev.ABOUT.index("freed")
 
 
 class LostPreBackward(Rule):
@@ -53,7 +54,7 @@ class LostPreBackward(Rule):
         )  # fmt: skip
 
     def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if not c or group >= 0 or b >= 0:  # not about freed parameters, or out of a module: another rule's
+        if c != _FREED or group >= 0 or b >= 0 or d >= 0:  # about something else, or out of a module: another rule's
             return
         state = self._lost()
         if state is None:

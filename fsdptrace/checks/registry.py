@@ -11,6 +11,7 @@ from fsdptrace.checks.gather_after_backward import GatherAfterBackward
 from fsdptrace.checks.illegal_state import IllegalState
 from fsdptrace.checks.late_reshard import LateReshard
 from fsdptrace.checks.lost_pre_backward import LostPreBackward
+from fsdptrace.checks.outside_forward import OutsideForward
 from fsdptrace.checks.pending_gather import PendingGather
 from fsdptrace.checks.policy_ignored import PolicyIgnored
 from fsdptrace.checks.repeated_gather import RepeatedGather
@@ -22,7 +23,7 @@ from fsdptrace.checks.wrong_root import WrongRoot
 
 _ALL: tuple[type[Rule], ...] = (
     GatherAfterBackward, UnpairedUnshard, PendingGather, UnusedGather, RepeatedGather, LateReshard, UnshardedBudget,
-    PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, FlagsAtStep,
+    PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, OutsideForward, FlagsAtStep,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""

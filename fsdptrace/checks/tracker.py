@@ -118,6 +118,8 @@ class Tracker:
 
     Attributes:
         map: the model map.
+        release: of torch, as ``(2, 13)``: what a hint may name.
+        texts: the strings that events refer to by number.
         groups: one :class:`GroupState` per group.
         step: number of the running step.
         held, peak: bytes open or pending now, and their peak since the last step boundary.
@@ -128,8 +130,10 @@ class Tracker:
         in_backward: an event of a backward that has not ended was seen.
     """
 
-    def __init__(self, model_map: ModelMap) -> None:
+    def __init__(self, model_map: ModelMap, release: tuple[int, int] = (2, 13), texts: ev.Texts | None = None) -> None:
         self.map = model_map
+        self.release = release
+        self.texts = texts or ev.Texts()
         self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
         self.held = 0
@@ -339,6 +343,7 @@ class Tracker:
         if state.open or state.pending:
             state.bytes = e
             state.opened = state.opened or seq
+            state.used = state.open  # for all that is known: a forward before the recording began may have opened it
             self.held += e
             self.peak = max(self.peak, self.held)
         state.uses = state.paused = 0

@@ -9,6 +9,8 @@ from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.text import size
 from fsdptrace.checks.tracker import RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, GroupState
 
+_STATE_DICT = ev.ABOUT.index("state_dict")
+
 
 class UnpairedUnshard(Rule):
     name: ClassVar[str] = "unpaired-unshard"
@@ -19,7 +21,7 @@ class UnpairedUnshard(Rule):
         "and the next forward computes with the copy, since an open unit is not gathered again. Looked at when an "
         "optimizer steps, for the groups whose parameters it holds; where no optimizer steps, at the step boundary. A root "
         "that its default policy leaves open after an eval pass is `info`, once: a state dict taken then names temporary "
-        "parameters."
+        "parameters. When state-dict code fails while a unit is open, that is `info` too, and a note on the exception."
     )
     example: ClassVar[str] = (
         "model.layers[0].unshard()      # to export weights\n"
@@ -54,6 +56,13 @@ class UnpairedUnshard(Rule):
                     self._say_root(seq, state)
                 elif not self._stepped:
                     self._look(seq, state, "at the end of the step")
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if c != _STATE_DICT:
+            return
+        for state in self.tracker.groups:
+            if state.open:
+                self._say_state_dict(seq, state)
 
     def _look(self, seq: int, state: GroupState, when: str) -> None:
         if self._left_by_eval(state):
@@ -113,6 +122,24 @@ class UnpairedUnshard(Rule):
                 "now, are gathered copies.",
                 f"Call {_call(state)}.reshard() after the eval pass, or give the root reshard_after_forward=True.",
                 (state.opened, seq), state.bytes, "eval",
+            )
+        )  # fmt: skip
+
+    def _say_state_dict(self, seq: int, state: GroupState) -> None:
+        """State-dict code failed while the unit was open: not always because of it, so it is said and no more."""
+        if self._left_by_eval(state):
+            self._said_root = True
+            why = "it stayed open after a forward without grad, the root's default policy"
+        else:
+            how = self.tracker.asked_by(state.opened_how, state.opened_by)
+            why = f"{how} opened it and nothing has freed it since"
+        self.report(
+            Violation(
+                self.name, "info", self.tracker.map.model, state.id, state.fqn, self.tracker.step_number,
+                f"{state.name} was left gathered when state-dict code failed at event {seq} ({size(state.bytes)}, opened at event "
+                f"{state.opened}): {why}. Its modules hold gathered copies, which no optimizer knows.",
+                f"Call {_call(state)}.reshard() before state dicts of the model or the optimizer are taken or loaded.",
+                (state.opened, seq), state.bytes, "state_dict",
             )
         )  # fmt: skip
 

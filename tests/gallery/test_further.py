@@ -668,7 +668,7 @@ class TestIllegalState:
         monkeypatch.setattr(group, "unshard", lambda async_op=False: None)
         with watch(model) as rec, pytest.raises(RuntimeError, match="DTensor"):
             model(data())
-        found = verdict(rec, others=("outside-forward",))
+        found = verdict(rec)
         found.reads("0 error illegal-state 1 0")
         assert "a forward of 1 computes at event" in found.only().message
 

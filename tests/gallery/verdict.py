@@ -20,6 +20,7 @@ from fsdptrace.files import find_files, read_file
 OURS = (
     "gather-after-backward", "unpaired-unshard", "pending-gather", "unused-gather", "repeated-gather", "late-reshard",
     "unsharded-budget", "policy-ignored", "illegal-state", "lost-pre-backward", "unclean-start", "wrong-root", "flags-at-step",
+    "outside-forward",
 )  # fmt: skip
 """The rules that these tests are about. The others have tests of their own."""
 
@@ -108,7 +109,7 @@ def over_the_file(path: Path, options: Any) -> list[Violation]:
         own["unsharded-budget"] = {"budget_bytes": options.budget_bytes}
     release = release_of(trace.header["versions"]["torch"])
     texts = Texts()
-    engines = {number: Engine(model, rules, found.append, release, own) for number, model in trace.models.items()}
+    engines = {number: Engine(model, rules, found.append, release, own, texts) for number, model in trace.models.items()}
     for event in trace.events:  # in the order of recording
         if event.kind != "violation":
             engines[event.model].feed(ev.encode(event, texts))
