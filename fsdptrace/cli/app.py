@@ -151,6 +151,35 @@ def check(
 
 
 @app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="one run: its folder, an out folder, or a file")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="the other one")],
+    json: Json = False,
+    run_a: Annotated[Optional[str], typer.Option("--run-a", metavar="ID", help="which run of A; else the newest")] = None,  # noqa: UP045
+    run_b: Annotated[Optional[str], typer.Option("--run-b", metavar="ID", help="which run of B; else the newest")] = None,  # noqa: UP045
+    every: Annotated[bool, typer.Option("--all", help="show every unit that differs")] = False,
+) -> None:
+    """What differs between two runs, times apart: model, findings, counts, bytes, memory, and where sequences part.
+
+    Exit status 0 when nothing does, 1 when something does.
+    """
+    with _clear():
+        from fsdptrace.analysis.diff import diff as compare
+        from fsdptrace.cli import diff as view
+        from fsdptrace.cli.output import Screen, print_json
+        from fsdptrace.cli.progress import bar
+
+        with bar() as progress:
+            result = compare(a, b, run_a, run_b, None, progress)
+        if json:
+            print_json(result.to_json())
+        else:
+            view.show(Screen(), result, every)
+    if not result.same:
+        raise typer.Exit(FOUND)
+
+
+@app.command()
 def rules(
     rule: Annotated[Optional[str], typer.Argument(metavar="NAME", help="one rule, in full")] = None,  # noqa: UP045
     json: Json = False,
