@@ -40,12 +40,13 @@ OPTIMIZER_STEP: Final = 19
 EXCEPTION: Final = 20
 STEP: Final = 21
 VIOLATION: Final = 22
+PARAM: Final = 23
 
 #: Names of the kinds, by number. Index 0 is unused.
 KINDS: Final[tuple[str, ...]] = (
     "", "unshard", "wait", "reshard", "discard", "prefetch", "pre_forward", "post_forward", "pre_backward",
     "post_backward", "reduce_scatter", "all_reduce", "forward", "backward", "region", "recompute", "state", "flag",
-    "param_change", "optimizer_step", "exception", "step", "violation",
+    "param_change", "optimizer_step", "exception", "step", "violation", "param",
 )  # fmt: skip
 KIND_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(KINDS) if name}
 
@@ -94,6 +95,11 @@ FLAGS: Final[tuple[str, ...]] = (
 )  # fmt: skip
 CHANGE_CAUSES: Final[tuple[str, ...]] = ("optimizer_step", "load", "write")
 ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict")
+#: What was seen of a single parameter, and why it matters.
+PARAM_FACTS: Final[tuple[str, ...]] = (
+    "", "copy_in_optimizer", "outside_in_optimizer", "outside_with_gradient", "requires_grad_of_copy", "hooks_of_copy",
+    "copy_written", "gradient_of_copy", "dtype", "tied", "inference_buffer", "ignored_with_gradient",
+)  # fmt: skip
 #: dtype names by the number a record carries; unknown ones are 0.
 DTYPES: Final[tuple[str, ...]] = (
     "unknown", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "uint8", "int8",
@@ -270,6 +276,8 @@ SPECS: Final[Mapping[int, KindSpec]] = {
             (
                 _f("cause", "enum", "an optimizer's step, a load, a write", CHANGE_CAUSES),
                 _f("tensors", "int", "parameters concerned, as far as known"),
+                _f("unreduced", "int", "of an optimizer's step: parameters whose gradient lay on the gathered copy, not reduced", usual=0),
+                _f("taken", "int", "of an optimizer's step: parameters without a gradient that have a post-accumulate-grad hook", usual=0),
             ),
         ),
         KindSpec(
@@ -307,6 +315,19 @@ SPECS: Final[Mapping[int, KindSpec]] = {
         KindSpec(
             VIOLATION, "violation", "a rule was broken",
             (_f("violation", "text", "rule, severity, module, message, hint and evidence, as JSON"),),
+        ),
+        KindSpec(
+            PARAM, "param", "something was seen of a single parameter that breaks a rule; never of a healthy one",
+            (
+                _f("fact", "enum", "what: a gathered copy, or a parameter of no group, is held by an optimizer or got a gradient; "
+                   "a copy was changed (requires_grad, hooks, values, gradient) though FSDP2 gathers it anew; trainable "
+                   "parameters of one group differ in dtype; it was tied to one in another group; its buffers were made under "
+                   "inference_mode", PARAM_FACTS),
+                _f("name", "text", "the parameter, as the recorded model names it"),
+                _f("other", "group", "the group that the parameter it is tied to lies in"),
+                _f("detail", "text", "what differs: a dtype, an optimizer, the name of the tied parameter"),
+                _f("bytes", "bytes", "of the parameter, whole", usual=0),
+            ),
         ),
     )
 }  # fmt: skip

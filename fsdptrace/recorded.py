@@ -89,6 +89,9 @@ class Recorded:
         if not shared[BUSY]:
             return
         self.hooks.poll_flags()
+        context.step += 1
+        if context.step < 4 or not context.step % 128:
+            self.hooks.between.written_in_passes()
         tracker = self.engine.tracker
         shared[BUSY] = 0
         past = sum(group.bytes for group in tracker.past_backward())

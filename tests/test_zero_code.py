@@ -119,9 +119,7 @@ def test_raise_ends_the_program(tmp_path: Path) -> None:
         TRAINING
         + """
 model = build(3)
-train(model, 1)
-model[1].unshard()
-train(model, 1)
+train(model, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model[1].unshard()
 optimizer.step()

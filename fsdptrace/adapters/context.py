@@ -6,13 +6,16 @@ import time
 from _thread import get_ident
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, from_state_dict_code, says_freed, shares
 from fsdptrace.adapters.state_dict import STATE_DICTS
+
+if TYPE_CHECKING:
+    from fsdptrace.adapters.between import Between
 
 clock = time.perf_counter_ns
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -130,6 +133,8 @@ class Context:
         self.seen_exception = 0
         self.units: list[Any] = []  # of the installed model, with PyTorch's own objects
         self.watch_parts: Callable[[bool], None] = _no_parts
+        self.step = 0  # steps that ended so far
+        self.between: Between
 
     def emit(
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
@@ -171,6 +176,8 @@ class Context:
         self.forward_unit = unit
         self.inference = torch.is_inference_mode_enabled()
         self.forward_start, self.forward_order = _remembered(state)
+        if self.between.left:
+            self.between.arrive()
 
     def close_forward(self, t1: int) -> None:
         """The outermost forward is over; its event is recorded."""
@@ -246,6 +253,7 @@ class Context:
             self.watch_parts(True)
             if not grad:
                 STATE_DICTS.look()
+            self.between.leave(grad)
 
     def backward_left(self, error: BaseException | None) -> None:
         """The engine's outermost call returned, or raised ``error``."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 
 from fsdptrace import events as ev
+from fsdptrace.adapters.between import Between
 from fsdptrace.adapters.compat import GROUP_METHODS
 from fsdptrace.adapters.compiler import not_compiled
 from fsdptrace.adapters.context import (
@@ -53,6 +54,7 @@ class InstalledModel:
         self.groups = [
             GroupHooks(context, group, info) for group, info in zip(described.groups, described.map.groups, strict=True)
         ]
+        self.between = context.between = Between(context, self.groups)
         self.installed = False
         self._units = [self._prepare(unit) for unit in self.units]
         self._parts = PartHooks(((unit.modules, unit.groups) for unit in self.units), self.part_failed)

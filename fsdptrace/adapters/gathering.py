@@ -80,6 +80,8 @@ class Gathering(GroupBase):
                     shared[BUSY] = 1
                     if group._training_state._value_ >= IDLE_OR_POST and not shared[REPAIR]:
                         how = MANUAL
+                        if not noop:
+                            c.between.opened_by_hand(self)
                 size = 0
                 dtype = usual_dtype
                 world = post_world if smaller_mesh and state._value_ == POST_FORWARD_STATE else world_of
@@ -131,6 +133,8 @@ class Gathering(GroupBase):
                 context = shared[CONTEXT]
                 size = self.bytes
                 append((2, seq, t0, t1, gid, shared[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))
+                if self.left is not None:
+                    c.between.waited(self)
                 handler(seq, gid, context, size, 0, 0, 0, 0)
             except Exception as error:
                 if owner.stop_run(error):
@@ -152,7 +156,10 @@ class Gathering(GroupBase):
         def to_sharded() -> Any:
             before = group._sharded_state
             if before is nothing_to_do:
-                return orig(group)
+                result = orig(group)
+                if not shared[PARENT] and (frame := sys._getframe(1)).f_code.co_name == "to_sharded_hook":
+                    self.state_dict_hook(frame)
+                return result
             t0 = clock()
             seq = next(ids)
             result = orig(group)
@@ -163,12 +170,17 @@ class Gathering(GroupBase):
                 if not parent:  # in no hook of the group's
                     parent = shared[TOP]
                     shared[BUSY] = 1
-                    caller = sys._getframe(1).f_code.co_name
+                    frame = sys._getframe(1)
+                    caller = frame.f_code.co_name
                     cause = 2 if caller == "to_sharded_hook" else 3 if caller == "_reset_iter_state" else 1
                 context = shared[CONTEXT]
                 size = self.bytes if before is unsharded else 0
                 append((3, seq, t0, t1, gid, parent, context, size, to, cause, 0, 0))
                 handler(seq, gid, context, size, to, cause, 0, 0)
+                if self.left is not None:
+                    c.between.closed(self, self.left, seq)
+                if cause == 2:
+                    self.state_dict_hook(frame)
             except Exception as error:
                 if owner.stop_run(error):
                     raise

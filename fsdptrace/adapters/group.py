@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fsdptrace import events as ev
+from fsdptrace.adapters.between import LOAD, Look, is_held, version_of
+from fsdptrace.adapters.compat import release_of
 from fsdptrace.adapters.context import TOP, Context, clock
 from fsdptrace.model_map import GroupInfo, usual_flags
 
 Wrapper = Callable[..., Any]
+# A copy that FSDP2 has just made has version 0, and its gathers leave the counter alone (seen in 2.13).
+_BORN_AT_0 = release_of(str(torch.__version__)) >= (2, 13)
 MANUAL = ev.pack_how(mode=ev.MODES.index("manual"))
 FORWARD_PREFETCH = ev.pack_how(direction=1)
 BACKWARD_PREFETCH = ev.pack_how(direction=2)
@@ -31,6 +37,8 @@ class GroupBase:
             reduction with all gradients: size, dtype, operator, divide factor, and ``leaves`` the unsharded parameters then.
         flags: its switches as last seen.
         others: what somebody else had put on the instance before us, by name.
+        left: what shards and copies were like when a pass left the group gathered, ``None`` when none did; ``versions`` the
+            version counters of the copies when last seen, empty before.
     """
 
     def __init__(self, context: Context, group: Any, info: GroupInfo) -> None:
@@ -45,6 +53,9 @@ class GroupBase:
         self.leaves: list[Any] = []
         self.shared_with_others = False
         self.others: dict[str, Any] = {}
+        self.left: list[Look] | None = None
+        self.versions: list[int] = []
+        self._loaded = -1
 
     def method(self, name: str) -> Callable[..., Any]:
         """The method to call with the group as first argument: the class's function, which keeps no group alive, or what
@@ -84,6 +95,8 @@ class GroupBase:
         """Records the group's state as PyTorch has it now, unless it is ``(open, pending, training state)`` already."""
         c, group = self.context, self.group
         now = clock()
+        if not self.versions and _BORN_AT_0 and not any("_unsharded_param" in param.__dict__ for param in group.fsdp_params):
+            self.versions = [0] * len(group.fsdp_params)
         sharded = group._sharded_state._value_
         pending = group._all_gather_result is not None
         if unless == (sharded == UNSHARDED, pending, group._training_state._value_):
@@ -94,6 +107,26 @@ class GroupBase:
             ev.STATE, next(c.ids), now, now, self.id, 0,
             sharded, int(pending), group._training_state._value_, order, size,
         )  # fmt: skip
+
+    def see_versions(self) -> None:
+        """Takes down the version counters of the copies."""
+        copies = [param.__dict__.get("_unsharded_param") for param in self.group.fsdp_params]
+        self.versions = [-1 if copy is None else version_of(copy) for copy in copies]
+
+    def state_dict_hook(self, frame: Any) -> None:
+        """The hook of a state dict found the group sharded already; ``frame`` is the hook's. One of a load is a change of the
+        shards, said once a step, or each time while a gather is pending."""
+        c = self.context
+        if len(frame.f_locals.get("args", ())) < 4:  # a save gives (module, prefix, keep_vars), a load seven arguments
+            return
+        if is_held(self.group) or self._loaded != c.step:
+            self._loaded = c.step
+            try:
+                c.between.changed(self, LOAD, self.info.tensors)
+            except Exception as error:
+                if c.owner.stop_run(error):
+                    raise
+                c.owner.fault(error)
 
     def _failed(self, error: BaseException) -> None:
         c = self.context

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim.optimizer import (
@@ -20,17 +20,35 @@ from torch.optim.optimizer import (
 from fsdptrace import events as ev
 from fsdptrace.adapters.context import BUSY, CONTEXT, STEPPED, clock
 from fsdptrace.adapters.fsdp import InstalledModel
+from fsdptrace.adapters.group import UNSHARDED
+from fsdptrace.adapters.hooks import GroupHooks
+from fsdptrace.adapters.look import count_gradients
+
+_COPY = ev.PARAM_FACTS.index("copy_in_optimizer")
 
 
 @dataclass(slots=True)
 class Holding:
-    """What one optimizer holds of one model: parameters per group, gathered copies, and others."""
+    """What one optimizer holds of one model: parameters per group, gathered copies (group, position in it), and others.
+
+    ``hooked`` are the groups of which a shard has a post-accumulate-grad hook, looked at in the first steps and rarely after.
+    """
 
     key: tuple[int, ...]
     groups: dict[int, int]
-    temporary: int
+    copies: list[tuple[int, int]]
     foreign: int
     name: int
+    title: str
+    hooked: set[int] = field(default_factory=set)
+    steps: int = 0
+
+    def taken(self, hooks: GroupHooks) -> int:
+        """Parameters of the group without a gradient that have such a hook, which may have taken it."""
+        if hooks.id not in self.hooked:
+            return 0
+        shards = [param.sharded_param for param in hooks.group.fsdp_params]
+        return sum(shard.grad is None and _hooked(shard) for shard in shards)
 
 
 class OptimizerSteps:
@@ -78,9 +96,13 @@ class OptimizerSteps:
 
     def _record(self, optimizer: Optimizer, model: InstalledModel, t1: int) -> None:
         holding = self._holding(optimizer, model)
-        if not holding.groups and not holding.temporary:
+        if not holding.groups and not holding.copies:
             return
-        context = model.context
+        holding.steps += 1
+        if holding.steps < 4 or not holding.steps % 128:
+            owned = [model.groups[group] for group in holding.groups]
+            holding.hooked = {hooks.id for hooks in owned if any(_hooked(p.sharded_param) for p in hooks.group.fsdp_params)}
+        context, groups = model.context, model.groups
         shared = context.shared
         shared[BUSY] = 1
         model.poll_flags(holding.groups)
@@ -89,11 +111,20 @@ class OptimizerSteps:
         packed, changed = shared[CONTEXT], context.on[ev.PARAM_CHANGE]
         for group, tensors in holding.groups.items():
             number = next(context.ids)
-            context.append((ev.PARAM_CHANGE, number, self._t0, t1, group, seq, packed, 0, tensors, 0, 0, 0))
-            changed(number, group, packed, 0, tensors, 0, 0, 0)
+            hooks = groups[group]
+            unreduced = 0
+            if hooks.group._sharded_state._value_ == UNSHARDED:
+                unreduced = count_gradients(hooks.group.fsdp_params)
+            if hooks.left is not None:
+                model.between.stepped(hooks)
+            taken = holding.taken(hooks) if holding.hooked else 0
+            context.append((ev.PARAM_CHANGE, number, self._t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
+            changed(number, group, packed, 0, tensors, unreduced, taken, 0)
+        for group, index in holding.copies:
+            model.between.tell(groups[group], _COPY, index, holding.title, seq)
         context.emit(
             ev.OPTIMIZER_STEP, seq, self._t0, t1, ev.NONE, context.parent(),
-            holding.name, sum(holding.groups.values()), len(holding.groups), holding.temporary, holding.foreign,
+            holding.name, sum(holding.groups.values()), len(holding.groups), len(holding.copies), holding.foreign,
         )  # fmt: skip
         # In a backward too (a post-accumulate hook): the step goes on until the next outermost forward all the same.
         shared[STEPPED] = 1
@@ -106,31 +137,38 @@ class OptimizerSteps:
         if holding is not None and holding.key == key:
             return holding
         shards: dict[int, int] = {}
-        copies: set[int] = set()
+        copies: dict[int, tuple[int, int]] = {}
         for hooks in model.groups:
-            for param in hooks.group.fsdp_params:
+            for index, param in enumerate(hooks.group.fsdp_params):
                 shards[id(param.sharded_param)] = hooks.id
                 unsharded = param.__dict__.get("_unsharded_param")
                 if unsharded is not None:
-                    copies.add(id(unsharded))
+                    copies[id(unsharded)] = hooks.id, index
         params = [param for own in lists for param in own]
         groups: dict[int, int] = {}
-        temporary = foreign = 0
+        held: list[tuple[int, int]] = []
+        foreign = 0
         for param in params:
             group = shards.get(id(param))
             if group is not None:
                 groups[group] = groups.get(group, 0) + 1
             elif id(param) in copies:
-                temporary += 1
+                held.append(copies[id(param)])
             else:
                 foreign += 1
         # An optimizer has one number, whatever models it holds; one that holds nothing of them needs none.
         name = next((other.name for other in known.values() if other.name), 0)
-        if not name and (groups or temporary):
+        title = next((other.title for other in known.values() if other.title), "")
+        if not name and (groups or held):
             self._numbers += 1
-            name = model.context.owner.text(f"{type(optimizer).__name__}#{self._numbers}")
-        made = known[id(model)] = Holding(key, groups, temporary, foreign, name)
+            title = f"{type(optimizer).__name__}#{self._numbers}"
+            name = model.context.owner.text(title)
+        made = known[id(model)] = Holding(key, groups, held, foreign, name, title)
         return made
+
+
+def _hooked(shard: Any) -> bool:
+    return bool(getattr(shard, "_post_accumulate_grad_hooks", None))
 
 
 def _number(model: InstalledModel) -> int:

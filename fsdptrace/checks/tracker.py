@@ -6,6 +6,8 @@ online or from a file, and knows nothing but events and the model map.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fsdptrace import events as ev
 from fsdptrace.model_map import ModelMap, show_name, usual_flags
 
@@ -38,6 +40,11 @@ class GroupState:
         past: bytes of the copy while it is held although the backward is over, else 0.
         blamed: ``seq`` of an unshard that a rule has reported, so that no other rule says it again.
         flags: the group's switches as bits, in the order of ``events.FLAGS``.
+        gathered: ``seq`` of the gather from the shards that the copy stems from: of one made from a post-forward copy (a
+            smaller mesh) the gather that this one was made of; ``gathered_step`` its step, ``smaller`` whether such a copy is there.
+        changed: ``seq`` of the last change of its shards, ``changed_by`` its cause.
+        held_back: ``seq`` of the post-backward whose gradients were not reduced, or not over the replicas, 0 when all were;
+            ``held_back_flags`` the switches of then.
         previous: the group whose post-forward came before its own in the last forward; ``began`` whether it was the first one
             of its root in it and an earlier pass may have left something in the order list.
     """
@@ -46,13 +53,19 @@ class GroupState:
         "began",
         "blamed",
         "bytes",
+        "changed",
+        "changed_by",
         "closed_by",
         "closed_in_grad",
         "flags",
         "fqn",
         "freed",
         "freed_cause",
+        "gathered",
+        "gathered_step",
         "grads",
+        "held_back",
+        "held_back_flags",
         "id",
         "input_grad",
         "late",
@@ -69,6 +82,7 @@ class GroupState:
         "previous",
         "ran",
         "rejoined",
+        "smaller",
         "touched",
         "training",
         "used",
@@ -106,6 +120,10 @@ class GroupState:
         self.input_grad = 0
         self.blamed = 0
         self.past = 0
+        self.gathered = self.gathered_step = 0
+        self.changed = self.changed_by = 0
+        self.smaller = False
+        self.held_back = self.held_back_flags = 0
 
     @property
     def name(self) -> str:
@@ -128,12 +146,16 @@ class Tracker:
         past, past_peak: of these, bytes of groups whose backward is over (they wait for nobody), now and at most.
         backward: number of the running or last backward.
         in_backward: an event of a backward that has not ended was seen.
+        texts: the strings that events refer to.
+        on_stale_use: called with ``(seq, group, context)`` when a forward uses a copy that is older than its shards; here and not
+            in a handler of the rule's, which every pre-forward would pay for.
     """
 
     def __init__(self, model_map: ModelMap, release: tuple[int, int] = (2, 13), texts: ev.Texts | None = None) -> None:
         self.map = model_map
         self.release = release
         self.texts = texts or ev.Texts()
+        self.on_stale_use: Callable[[int, int, int], None] | None = None
         self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
         self.held = 0
@@ -196,6 +218,9 @@ class Tracker:
         state.opened_step = self.step_number
         state.used = False
         state.closed_by = 0
+        if not state.smaller:
+            state.gathered = seq
+            state.gathered_step = self.step_number
         self.held = held = self.held + a
         if held > self.peak:
             self.peak = held
@@ -211,6 +236,7 @@ class Tracker:
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.freed = seq
+        state.smaller = b == 1
         if state.past:
             self.past -= state.past
             state.past = 0
@@ -241,6 +267,8 @@ class Tracker:
             return
         if d == 1 and c != 3:
             state.input_grad = c
+        if state.changed > state.gathered and context % 4 != ev.PASS_RECOMPUTE and self.on_stale_use is not None:
+            self.on_stale_use(seq, group, context)
         if context % 4 == ev.PASS_RECOMPUTE:
             if d == 1 and state.paused and a != 2:
                 state.paused -= 1
@@ -285,6 +313,9 @@ class Tracker:
         state.training = b
         state.late = c == 1 and state.touched
         state.grads = d
+        if d:  # gradients kept from earlier backwards are among them
+            state.held_back = 0 if state.flags & 3 == 3 else seq
+            state.held_back_flags = state.flags
         if state.open:
             state.closed_by = ev.POST_BACKWARD
         if not self.in_backward:
@@ -339,6 +370,11 @@ class Tracker:
         self.midway = self.midway or (d > 0 and not self.backward_number)
         state.open = a == 3
         state.pending = bool(b)
+        state.smaller = a == 2
+        if state.open or state.pending or state.smaller:
+            state.gathered = seq
+            state.gathered_step = self.step_number
+        state.held_back = 0
         state.training = c
         if state.open or state.pending:
             state.bytes = e
@@ -350,6 +386,11 @@ class Tracker:
         state.over = 0
         state.over_in = -1
         state.touched = False
+
+    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        state = self.groups[group]
+        state.changed = seq
+        state.changed_by = a
 
     def flag(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if group >= 0:

@@ -225,7 +225,7 @@ def test_pending_forward_prefetch(fake_pg: Any, watch: Any, prefetch: bool) -> N
         optimizer.step()
         with torch.no_grad():
             model(data())
-    found = verdict(rec, others=("stale-weights",))
+    found = verdict(rec)
     if not prefetch:
         found.reads("")
         return
@@ -339,15 +339,19 @@ def test_chunked_loss_flags_left_on(fake_pg: Any, watch: Any, kept_open: bool) -
             optimizer.zero_grad()
     # The head keeps its gradient to itself and its copy over the step: two switches, said at each step. It is open because it
     # was told to be, so that no pairing is broken.
-    found = verdict(rec, others=("missing-reduction", "stale-weights"))
+    found = verdict(rec)
     found.reads("""
+        0 error missing-reduction head 0
         0 warning flags-at-step head 0
         0 warning flags-at-step head 0
+        1 error stale-weights head 1024
+        1 error missing-reduction head 0
         1 warning flags-at-step head 0
         1 warning flags-at-step head 0
     """)
-    assert "head.set_requires_gradient_sync(True)" in found.violations[0].hint
-    assert "head.set_reshard_after_backward(True)" in found.violations[1].hint
+    switches = found.of("flags-at-step")
+    assert "head.set_requires_gradient_sync(True)" in switches[0].hint
+    assert "head.set_reshard_after_backward(True)" in switches[1].hint
 
 
 # -- forward_prefetch_in_recompute -------------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ def test_last_backward_left_false(fake_pg: Any, watch: Any) -> None:
         micro_batches(model, setup)
     # The order list is never cleared. From the second micro-batch on, layer 0 finds layer 2 of the one before in front of
     # itself and prefetches it: legal in itself (info, once a step). Nobody clears it, and the optimizer steps.
-    found = verdict(rec, others=("stale-weights",))
+    found = verdict(rec)
     found.reads("""
         0 info gather-after-backward 2 256
         0 error pending-gather 2 256
@@ -478,7 +482,7 @@ def test_gradient_sync_left_off(fake_pg: Any, watch: Any, how: str) -> None:
         micro_batches(model, setup)
     # One violation for the three layers, named after the first; back on for the root alone is not back on. Done correctly, the
     # first micro-batches leave their order in the list, which costs a gather: info.
-    found = verdict(rec, others=("missing-reduction",))
+    found = verdict(rec)
     if how == "correct":
         found.reads("""
             0 info gather-after-backward 2 256
@@ -486,13 +490,21 @@ def test_gradient_sync_left_off(fake_pg: Any, watch: Any, how: str) -> None:
         """)
         return
     found.reads("""
+        0 error missing-reduction 0 0
         0 warning flags-at-step 0 0
+        1 error missing-reduction 0 0
         1 warning flags-at-step 0 0
     """)
-    assert "3 units (0, 1, 2) were still under set_requires_gradient_sync(False)" in found.violations[0].message
+    assert "3 units (0, 1, 2) were still under set_requires_gradient_sync(False)" in found.of("flags-at-step")[0].message
+    v = found.violations[0]
+    assert v.message == (
+        f"the optimizer stepped (event {v.seq}) without gradients of 3 units (0, 1, 2): they were not reduced, since the last "
+        f"backward that made any ran under set_requires_gradient_sync(False) (event {v.evidence[-2]})."
+    )
+    assert "before the last backward of the step, not after it" in v.hint
 
 
-# -- stale_weights, as far as groups stay open -------------------------------------------------------------------------
+# -- stale_weights --------------------------------------------------------------------------------------------------
 def test_opened_by_hand_across_the_step(fake_pg: Any, watch: Any) -> None:
     model = layers(fake_pg(2), 2)
 
@@ -502,8 +514,27 @@ def test_opened_by_hand_across_the_step(fake_pg: Any, watch: Any) -> None:
 
     with watch(model) as rec:
         steps(model, 3, before_step=export)
-    found = verdict(rec, others=("stale-weights",))
-    found.reads("\n".join(f"{step} error unpaired-unshard {i} 256" for step in range(3) for i in range(2)))
+    found = verdict(rec)
+    # The copies of step 0 serve the forwards of steps 1 and 2.
+    found.reads("""
+        0 error unpaired-unshard 0 256
+        0 error unpaired-unshard 1 256
+        1 error stale-weights 0 256
+        1 error stale-weights 1 256
+        1 error unpaired-unshard 0 256
+        1 error unpaired-unshard 1 256
+        2 error stale-weights 0 256
+        2 error stale-weights 1 256
+        2 error unpaired-unshard 0 256
+        2 error unpaired-unshard 1 256
+    """)
+    stale = found.of("stale-weights")[0]
+    gathered, changed, used = stale.evidence
+    assert stale.message == (
+        f"the forward of 0 (event {used}) computes with a copy of old parameters (256 B): gathered at event {gathered}, 1 "
+        f"step ago, and an optimizer stepped at event {changed}. A call of unshard() opened it and no reshard() came before "
+        "the change."
+    )
     v = found.violations[0]
     opened, _ = v.evidence
     assert v.message == (
@@ -523,13 +554,13 @@ def test_eval_between_backward_and_step(fake_pg: Any, watch: Any, reshard_after_
 
     with watch(model) as rec:
         steps(model, 3, before_step=evaluate)
-    # With False the units stay open as told: no pairing is broken (the copies are stale: another rule). The eval pass leaves
-    # its order behind, which costs the next backward one gather: info.
-    verdict(rec, others=("stale-weights",)).reads("""
-        1 info unclean-start (model) 0
-        1 info gather-after-backward 1 256
-        2 info gather-after-backward 1 256
-    """)
+    # With False the units stay open as told: no pairing is broken, but the copies are stale. The eval pass leaves its order
+    # behind, which costs the next backward one gather: info.
+    stale = "" if reshard_after_forward else "{0} error stale-weights 0 256\n{0} error stale-weights 1 256\n"
+    verdict(rec).reads(
+        f"{stale.format(1)}1 info unclean-start (model) 0\n1 info gather-after-backward 1 256\n"
+        f"{stale.format(2)}2 info gather-after-backward 1 256"
+    )
 
 
 def test_kept_open_over_steps_as_told(fake_pg: Any, watch: Any) -> None:
@@ -538,9 +569,13 @@ def test_kept_open_over_steps_as_told(fake_pg: Any, watch: Any) -> None:
     with watch(model) as rec:
         steps(model, 3)
     # Both units under one switch: said once a step, named after the first.
-    verdict(rec, others=("stale-weights",)).reads("""
+    verdict(rec).reads("""
         0 warning flags-at-step 0 0
+        1 error stale-weights 0 256
+        1 error stale-weights 1 256
         1 warning flags-at-step 0 0
+        2 error stale-weights 0 256
+        2 error stale-weights 1 256
         2 warning flags-at-step 0 0
     """)
 
@@ -554,4 +589,9 @@ def test_shards_written_while_open(fake_pg: Any, watch: Any) -> None:
         for param in shards:
             param.zero_()
         model(data())
-    verdict(rec, others=("stale-weights",)).reads("")
+    found = verdict(rec)
+    found.reads("""
+        0 error stale-weights 0 256
+        0 error stale-weights 1 256
+    """)
+    assert "its shards were written at event" in found.violations[0].message

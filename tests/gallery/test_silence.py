@@ -290,8 +290,6 @@ for _name, _schedule in SCHEDULES.items():
 @legal()
 def evaluation_before_and_between(mesh: Any) -> Any:
     model = with_root(mesh)
-    with torch.no_grad():
-        model(ids())
 
     def loss() -> None:
         for _ in range(2):
@@ -299,7 +297,10 @@ def evaluation_before_and_between(mesh: Any) -> Any:
                 model(ids())
         model(ids()).square().mean().backward()
 
-    return trained(model, loss)
+    made = trained(model, loss)  # the optimizer first: after an eval pass the root's parameters are copies
+    with torch.no_grad():
+        model(ids())
+    return made
 
 
 @legal()

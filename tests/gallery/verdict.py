@@ -20,7 +20,7 @@ from fsdptrace.files import find_files, read_file
 OURS = (
     "gather-after-backward", "unpaired-unshard", "pending-gather", "unused-gather", "repeated-gather", "late-reshard",
     "unsharded-budget", "policy-ignored", "illegal-state", "lost-pre-backward", "unclean-start", "wrong-root", "flags-at-step",
-    "outside-forward",
+    "outside-forward", "stale-weights", "missing-reduction", "optimizer-owns-temporary", "write-to-temporary",
 )  # fmt: skip
 """The rules that these tests are about. The others have tests of their own."""
 
