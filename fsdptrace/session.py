@@ -144,7 +144,8 @@ class Session:
         import platform
 
         import numpy
-        import torch
+
+        from fsdptrace.adapters import compat
 
         options = self.options
         identity = self.identity
@@ -162,7 +163,7 @@ class Session:
             "attempt": identity.attempt,
             "versions": {
                 "fsdptrace": __version__,
-                "torch": str(torch.__version__),
+                "torch": compat.require().version,
                 "python": platform.python_version(),
                 "numpy": str(numpy.__version__),
             },

@@ -119,6 +119,17 @@ class Rule:
     def configure(self, options: Mapping[str, Any]) -> None:
         """Takes the rule's own options."""
 
+    def since(self, major: int, minor: int) -> bool:
+        """Whether the torch that ran is ``major.minor`` or newer (or not known): a hint names what that release has."""
+        release = self.tracker.release
+        return release >= (major, minor) or release == (0, 0)
+
+    @property
+    def torch(self) -> str:
+        """The torch that ran, for a message."""
+        major, minor = self.tracker.release
+        return f"torch {major}.{minor}" if major else "this torch"
+
     def kinds(self) -> list[int]:
         """The kinds that the rule reads: those that it has a method for."""
         return [number for number, name in enumerate(ev.KINDS) if name and hasattr(self, name)]

@@ -90,16 +90,25 @@ class GatherAfterBackward(Rule):
                 f"Correct the list of {name}.set_modules_to_backward_prefetch(...): it names {target.name}, which comes "
                 "after it in the forward, so before it in the backward."
             )
-        following = tracker.groups[source.previous].name if source and source.previous >= 0 else ""
-        call = (
-            f"{name}.set_modules_to_backward_prefetch([{following}])"
-            if following
-            else f"{name}.set_modules_to_backward_prefetch([the unit whose backward comes next])"
+        # A unit that names itself gathers nothing: it is open by then.
+        first = source is None or source.previous < 0
+        following = name if source is None or source.previous < 0 else tracker.groups[source.previous].name
+        call = f"{name}.set_modules_to_backward_prefetch([{following}])"
+        empty = (
+            "an empty list changes nothing"
+            if not first
+            else "itself, since no backward comes after its own; an empty list changes nothing"
         )
         if source and source.rejoined:
-            return (
-                f"The recomputation put {name} into the post-forward order a second time, so that its neighbour there is a "
-                f"unit that is done. torch 2.10 mends it (pytorch PR #164009): upgrade, or until then call {call} "
-                "(an empty list changes nothing)."
+            cause = (
+                f"The recomputation put {name} into the post-forward order a second time, so that its neighbour there is a unit "
+                "that is done."
             )
-        return f"Say what comes next: {call} (an empty list changes nothing)."
+            if not self.since(2, 10):
+                return f"{cause} torch 2.10 mends it (pytorch PR #164009): upgrade, or until then call {call} ({empty})."
+            by = "a patch, or compiled autograd," if not self.since(2, 12) else "a patch"
+            return (
+                f"{cause} That is what torch 2.9 and older do, mended in 2.10 (pytorch PR #164009); under {self.torch} {by} "
+                f"brings it back: take that away, or call {call} ({empty})."
+            )
+        return f"Say what comes next: {call} ({empty})."

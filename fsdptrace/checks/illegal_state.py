@@ -75,8 +75,7 @@ class IllegalState(Rule):
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
                 f"the {hook} hook of {state.name} (event {seq}, in the {where}) found it in state "
                 f"{ev.TRAINING_STATES[before]}: an earlier pass was left half way, or a hook was called out of order.",
-                "After an exception call model.reset_iter_state() (torch 2.13 and newer) before the next forward; look for code "
-                f"that calls or wraps hooks of {state.name}.",
+                f"{after_an_exception(self)} Without one: look for code that calls or wraps hooks of {state.name}.",
                 (seq,), 0, hook,
             )
         )  # fmt: skip
@@ -93,10 +92,34 @@ class IllegalState(Rule):
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
                 f"{what} {state.name} computes at event {seq} while its parameters are not gathered{freed} and its pre-forward "
                 "left them so.",
-                "Upgrade to torch 2.11 or newer (pytorch PR #171779), or run the inputs through one forward instead of several "
-                f"before one backward; without that, take the inner unit ({state.name}) out of the checkpointed one."
-                if recompute
-                else f"Call {state.name} through its forward, or model.reset_iter_state() after an exception.",
-                evidence, 0, "closed",
+                self._open_again(state.name) if recompute else self._gathered_by_nobody(state.name), evidence, 0, "closed",
             )
         )  # fmt: skip
+
+    def _open_again(self, name: str) -> str:
+        apart = (
+            "run the inputs through one forward instead of several before one backward, or, without that, do not make "
+            f"{name} a unit of its own inside the checkpointed one."
+        )
+        if not self.since(2, 11):
+            return f"torch 2.11 mends it (pytorch PR #171779): upgrade. Until then {apart}"
+        return (
+            f"torch 2.10 and older do so; since 2.11 the recomputation gathers it again (pytorch PR #171779), and under "
+            f"{self.torch} a patch keeps it from that: take it away. With it {apart}"
+        )
+
+    def _gathered_by_nobody(self, name: str) -> str:
+        return (
+            f"Look for code that calls, wraps or replaces the hooks of {name} or its unshard(). After an exception: "
+            f"{after_an_exception(self)}"
+        )
+
+
+def after_an_exception(rule: Rule) -> str:
+    """What helps after an exception left FSDP2 half way."""
+    if rule.since(2, 13):
+        return "Call model.reset_iter_state() on the root after an exception, before the next forward."
+    return (
+        f"After an exception {rule.torch} has no call that puts FSDP2 back (reset_iter_state is new in 2.13): end the process and "
+        "start from a checkpoint, or upgrade."
+    )

@@ -71,10 +71,8 @@ class LateReshard(Rule):
         names = ", ".join(state.name for state, _ in late[:6]) + (f" and {len(late) - 6} more" if len(late) > 6 else "")
         if cause == "hidden":
             why = "a tensor that needs grad went in hidden in an object, where FSDP2 does not look"
-            hint = (
-                f"Pass the tensors to {late[0][0].name} as arguments, or in a tuple, list, dict or dataclass, instead of in an "
-                "object of your own."
-            )
+            containers = "tuple, list, dict or dataclass" if self.since(2, 10) else "tuple, list or dict"
+            hint = f"Pass the tensors to {late[0][0].name} as arguments, or in a {containers}, instead of in an object of your own."
         else:
             why = "no input of theirs needs grad, so that nothing says when their backward is over"
             hint = (

@@ -46,8 +46,9 @@ class PolicyIgnored(Rule):
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         suspects, self._suspects = self._suspects, []
-        for suspect in suspects:
-            self._say(*suspect)
+        for number, at, stays in suspects:
+            if not stays or self.tracker.groups[number].open:  # else somebody freed it since
+                self._say(number, at, stays)
 
     def _say(self, group: int, at: int, stays: bool) -> None:
         tracker = self.tracker
@@ -61,10 +62,16 @@ class PolicyIgnored(Rule):
             Violation(
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
                 f"{state.name} {what} (event {at}) against its reshard_after_forward={setting}: {cost}.",
-                f"Call {state.name}.reshard() after the forward; torch 2.8 and newer honour the setting on the root too."
+                self._freed(state.fqn)
                 if stays
                 else f"Look for what wraps or patches {state.name}'s hooks, or call "
                 f"{state.name}.set_reshard_after_forward(True) if that is what you want.",
                 (state.opened, at), state.bytes, "open" if stays else "freed",
             )
         )  # fmt: skip
+
+    def _freed(self, fqn: str) -> str:
+        hook = f"{fqn or 'model'}.register_forward_hook(lambda module, args, out: module.reshard())"
+        if not self.since(2, 8):
+            return f"torch 2.8 mends it, which honours the setting on the root too: upgrade. Until then {hook} frees it."
+        return f"Look for what wraps or patches its hooks; or free it in one of your own: {hook}."

@@ -90,15 +90,19 @@ class RepeatedGather(Rule):
         wasted = (gathers - 1) * info.bytes
         wire = (gathers - 1) * info.bytes // max(1, info.world) * (info.world - 1)
         name = state.name
+        keeps = (
+            f"{name}.set_reshard_after_forward(False)"
+            if self.since(2, 8)
+            else f"fully_shard({name}, reshard_after_forward=False)"
+        )
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
                 f"{name} was gathered {gathers} times in {count(calls, 'call')} of its own (last at event {seqs[-1]}) with nothing "
                 f"else gathered in between; expected 1. The others gathered {size(wasted)} again, {size(wire)} of it over the "
                 "wire on this rank.",
-                f"Around those calls: {name}.set_requires_gradient_sync(False), {name}.set_reshard_after_backward(False) and "
-                f"{name}.set_reshard_after_forward(False) (torch 2.8 and newer); set the first two back to True before the "
-                "last call.",
+                f"Around those calls: {name}.set_requires_gradient_sync(False) and {name}.set_reshard_after_backward(False), both "
+                f"back to True before the last call; and {keeps} keeps it open after the calls themselves.",
                 (*seqs[:7], seqs[-1]) if gathers > 8 else tuple(seqs), wasted, "calls",
             )
         )  # fmt: skip

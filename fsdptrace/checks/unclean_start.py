@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.illegal_state import after_an_exception
 
 _HALF_DONE = (1, 2)  # training states forward and pre_backward
 
@@ -93,8 +94,7 @@ class UncleanStart(Rule):
                 tracker.step_number,
                 f"an outermost forward (event {seq}) started while an earlier pass was half done: {'; '.join(parts)}.{since} This "
                 "pass skips hooks and may run on stale or freed parameters.",
-                "Call model.reset_iter_state() on the root after the exception and before the next forward (torch 2.13 and newer; "
-                "on older releases restart from a checkpoint).",
+                after_an_exception(self),
                 evidence, 0, "start",
             )
         )  # fmt: skip

@@ -71,11 +71,14 @@ class UnusedGather(Rule):
         if mode == "explicit":
             call = f"set_modules_to_{direction}_prefetch"
             hint = f"Take {state.name} off the list of {issuer}.{call}(...), or name a unit there that runs."
-        else:
+        elif opened_by >= 0:
             hint = (
                 f"{state.name} had no backward in this pass. Say what comes after {issuer}: "
-                f"{issuer}.set_modules_to_backward_prefetch([...]), or leave out units whose output is not used."
+                f"{issuer}.set_modules_to_backward_prefetch([{issuer}]) where nothing does (a unit that names itself gathers "
+                "nothing), else with the unit whose backward comes next; or leave out units whose output is not used."
             )
+        else:
+            hint = f"Leave {state.name} out of passes in which its output is not used."
         # By default, and every fine-tuning does it: a frozen unit before the first trainable one, or what an earlier pass left.
         frozen = mode == "implicit" and not tracker.map.groups[state.id].trainable
         usual = frozen or tracker.by_leftover(opened_by, opened_how, state.id)
