@@ -19,6 +19,7 @@ from models import fake_group, nested
 
 import fsdptrace
 from fsdptrace.adapters.legacy import old_bookkeeping
+from fsdptrace.standing import newest
 
 
 class Counter(logging.Handler):
@@ -80,7 +81,7 @@ def main() -> None:
     print("resident memory, MiB: " + ", ".join(f"step {step}: {value:.0f}" for step, value in marks))
     print(f"step time, last tenth against first: {sum(times[-tenth:]) / sum(times[:tenth]):.3f}")
     print(f"disk: {size / 2**20:.1f} MiB at the end, {largest / 2**20:.1f} at most, bound {args.max_bytes / 2**20:.0f}")
-    print(f"events {session.drain._events():,}, dropped {session.ring.dropped:,}")
+    print(f"events {newest(session):,}, dropped {session.ring.dropped:,}")
     print(f"violations {found:,} (kept in memory {kept:,}), log lines {log.lines}")
     shutil.rmtree(out, ignore_errors=True)
 

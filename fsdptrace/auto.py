@@ -22,6 +22,7 @@ from fsdptrace.adapters.frames import STATE_DICT, modules_in
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.adapters.process import attach
 from fsdptrace.checks.policy import logger
+from fsdptrace.last_words import unhandled
 from fsdptrace.options import Options, resolve
 from fsdptrace.recorded import Recorded
 from fsdptrace.recording import Recording, is_recorded
@@ -158,6 +159,7 @@ class AutoRecording(Recording):
             except Exception as error:
                 if not recorded.stop_run(error):
                     self._fault(error)
+        self.session.ended_by = unhandled()
         self.session.close()
         tally = os.environ.get("FSDPTRACE_TALLY")
         if not tally:

@@ -16,7 +16,7 @@ from fsdptrace.files import tail_of
 
 _PARTS = 8  # max_bytes is kept by dropping detail from one of so many parts at a time
 _PREAMBLE_LINE = re.compile(rb'"kind":"model"|"schema":')
-_KEPT_LINE = re.compile(rb'"kind":"(?:step|violation|model|end|exception)"|"schema":')
+_KEPT_LINE = re.compile(rb'"kind":"(?:step|violation|model|end|exception|signal)"|"schema":')
 
 
 @dataclass(slots=True)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from fsdptrace import events as ev
 from fsdptrace.files import step_line
 from fsdptrace.ring import StepRecords
+from fsdptrace.standing import GROUP_UNIT, Movement, details, entered, newest
 
 if TYPE_CHECKING:
     from fsdptrace.session import Session
 
-ENTERED = 11  # as in adapters.context, which is not imported here: the drain runs where torch need not be
-GROUP_UNIT = 32
 PERIOD = 0.25  # seconds between looks at the ring
 HEARTBEAT = 1.0  # seconds
+STANDS = 10  # heartbeats of a process that stands still between two that say where
+END_WAIT = 10.0  # seconds that the end of a process waits for a thread that is writing
 BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
 PAUSE = 0.0005  # seconds between batches
 TAIL_EVENTS = 4096  # newest events of a running step that are kept on disk when its detail is not wanted
@@ -41,6 +42,8 @@ class Drain:
         self._thread: threading.Thread | None = None
         self._last_beat = 0.0
         self._last_tail = 0.0
+        self._movement = Movement(session)
+        self._stood = 0
         self._told_dropped = 0
         self.written_events = 0
         self.busy_ns = 0
@@ -63,12 +66,16 @@ class Drain:
             self.wake.clear()
 
     def close(self) -> None:
-        """Stops the thread and writes what is left, then the end line."""
+        """Stops the thread and writes what is left, then the end line. Where writing blocks for longer than
+        :data:`END_WAIT` the rest is given up: the end of a process is not ours to hold."""
         self.stopping.set()
         self.wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10)
         session = self._session
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=END_WAIT)
+            if self._thread.is_alive():
+                session.complain("the files cannot be written fast enough to end them; what came last is not in the trace")
+                return
         if not session.models:
             return
         self.cycle(0.0)
@@ -79,25 +86,19 @@ class Drain:
             for step in session.ring.running.values():
                 if not self.wanted(step):
                     self._write(step, 0.0, TAIL_EVENTS)
-            writer.write(
-                json.dumps(
-                    {
-                        "kind": "end", "events": self._events(), "dropped": session.ring.dropped + writer.lost,
-                        "violations": session.violation_count, "t": time.perf_counter_ns(), "drain_ns": self.busy_ns,
-                    },
-                    separators=(",", ":"),
-                )
-                + "\n"
-            )  # fmt: skip
+            end: dict[str, Any] = {
+                "kind": "end", "events": newest(session), "dropped": session.ring.dropped + writer.lost,
+                "violations": session.violation_count, "t": time.perf_counter_ns(), "drain_ns": self.busy_ns,
+            }  # fmt: skip
+            if session.ended_by:
+                end["exception"] = session.ended_by
+            writer.write(_line(end))
             writer.close()
-
-    def _events(self) -> int:
-        return int(repr(self._session.ids)[6:-1]) - 1
 
     def wanted(self, step: StepRecords) -> bool:
         """Whether all events of ``step`` are written, or one line for it."""
         options = self._session.options
-        if step.violations:
+        if step.violations or step.exceptions:
             return True
         if options.schedule is not None:
             return str(options.schedule(step.step)).rpartition(".")[2] in ("RECORD", "RECORD_AND_SAVE")
@@ -149,32 +150,44 @@ class Drain:
         writer = self._session.writer
         assert writer is not None
         with self.lock:
-            writer.write(step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut))
+            line = step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut)
+            self._write_models()
+            writer.write(line)
             step.written = len(step.records)
             if writer._tail_fd >= 0:
                 writer.write_tail("")
 
-    def _write(self, step: StepRecords, pause: float, newest: int | None = None, keep_last: bool = False) -> None:
-        """Writes what of ``step`` has not been written; its last record not when that is the step's own line."""
+    def _write_models(self) -> None:
+        """The lines of models that appeared since, for they come before their events; the caller holds the lock."""
+        session = self._session
+        while session.new_models and session.writer is not None:
+            session.writer.write(_line(session.new_models.popleft().to_json()))
+            session.formatter.forget()
+
+    def _write(self, step: StepRecords, pause: float, only: int | None = None, keep_last: bool = False) -> None:
+        """Writes what of ``step`` has not been written (of its newest ``only`` events, if given); its last record not when
+        that is the step's own line."""
         session = self._session
         while True:
-            with self.lock, session.ring.lock:
-                records = step.records
-                start = step.written
-                if newest is not None:
-                    start = max(start, len(records) - newest * ev.WIDTH)
-                stop = min(len(records) - (ev.WIDTH if keep_last else 0), start + BATCH)
-                if stop <= start:
-                    return
-                text = session.formatter.lines(records, start, stop, step.step)
-                step.written = stop
+            with self.lock:
+                with session.ring.lock:  # given back before the write: a disk may block for seconds
+                    records = step.records
+                    start = step.written
+                    if only is not None:
+                        start = max(start, len(records) - only * ev.WIDTH)
+                    stop = min(len(records) - (ev.WIDTH if keep_last else 0), start + BATCH)
+                    if stop <= start:
+                        return
+                    text = session.formatter.lines(records, start, stop, step.step)
+                    step.written = stop
                 assert session.writer is not None
+                self._write_models()
                 session.writer.write(text)
                 self.written_events += (stop - start) // ev.WIDTH
             if pause:
                 time.sleep(pause)
 
-    def _write_tail(self, step: StepRecords) -> None:
+    def _write_tail(self, step: StepRecords, pause: float = PAUSE) -> None:
         session = self._session
         with self.lock:
             with session.ring.lock:
@@ -182,7 +195,8 @@ class Drain:
             parts = []
             for start in range(0, len(records), BATCH):
                 parts.append(session.formatter.lines(records, start, min(start + BATCH, len(records)), step.step))
-                time.sleep(PAUSE)
+                if pause:
+                    time.sleep(pause)
             assert session.writer is not None
             session.writer.write_tail("".join(parts))
 
@@ -192,28 +206,43 @@ class Drain:
         if dropped > self._told_dropped and not self._told_dropped:
             session.complain(f"{dropped:,} events did not fit in memory and were dropped; checks saw all of them")
         self._told_dropped = dropped
-        beat: dict[str, Any] = {"kind": "heartbeat", "t": time.perf_counter_ns(), "last": self._events()}
+        last, moved = self._movement.last, self._movement.look()
+        beat: dict[str, Any] = {"kind": "heartbeat", "t": time.perf_counter_ns(), "last": self._movement.last}
         steps = {number: step.step for number, step in session.ring.running.items()}
         beat["step"] = steps.get(0, 0)
         if len(steps) > 1:
             beat["steps"] = steps
-        entered = self._entered()
-        if entered:
-            beat["collective"] = entered
+        inside = entered(session)
+        if inside:
+            beat["collective"] = inside
         if dropped:
             beat["dropped"] = dropped
+        self._stood = self._stood + 1 if last == self._movement.last else 0
+        if self._stood:
+            beat["moved"] = moved
+            if self._stood % STANDS == 1:
+                beat |= details(session)
         with self.lock:
             if session.writer is not None:
-                session.writer.write(json.dumps(beat, separators=(",", ":")) + "\n")
+                session.writer.write(_line(beat))
 
-    def _entered(self) -> dict[str, Any] | None:
-        """The collective that a training thread is in, as its hooks noted it."""
-        for model, shared in list(self._session.shared.items()):
-            entered = shared[ENTERED]
-            if entered:
-                kind, group = entered % GROUP_UNIT, entered // GROUP_UNIT
-                return {"kind": ev.KINDS[kind], "model": model, "group": group}
-        return None
+    def last_words(self, what: dict[str, Any]) -> None:
+        """The process is about to be ended: the newest events of every running step and where it stands, on disk now."""
+        session = self._session
+        if session.closed or not session.models:
+            return
+        with self._turn:
+            self._cycle(0.0)
+            for step in list(session.ring.running.values()):
+                if not self.wanted(step):
+                    self._write_tail(step, 0.0)
+            line: dict[str, Any] = {**what, "t": time.perf_counter_ns(), "last": newest(session), **details(session)}
+            inside = entered(session)
+            if inside:
+                line["collective"] = inside
+            with self.lock:
+                if session.writer is not None:
+                    session.writer.write(_line(line))
 
     def flush_now(self, model: int = 0, entered: int = 0) -> None:
         """Writes everything recorded so far, from the calling thread; then, if given, that ``model`` enters a
@@ -236,3 +265,7 @@ class Drain:
                     f'{{"kind":"entered","t":{time.perf_counter_ns()},"what":"{ev.KINDS[kind]}","model":{model},'
                     f'"group":{group}}}\n'
                 )
+
+
+def _line(data: dict[str, Any]) -> str:
+    return json.dumps(data, separators=(",", ":")) + "\n"

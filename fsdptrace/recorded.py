@@ -40,6 +40,7 @@ class Recorded:
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
         self.hooks = InstalledModel(self.context, described)
         session.shared[number] = self.context.shared
+        session.trackers[number] = self.engine.tracker
         session.add_model(described.map)
 
         self._seen = False

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fsdptrace.events import CONTEXT, KIND, MODEL_UNIT, STEP, THREAD_UNIT, VIOLATION, WIDTH
+from fsdptrace.events import CONTEXT, EXCEPTION, KIND, MODEL_UNIT, STEP, THREAD_UNIT, VIOLATION, WIDTH
 
 # An event takes up to WIDTH pointers and five integers too large to be shared: about 260 bytes.
 EVENT_MEMORY = 260
@@ -35,6 +35,7 @@ class StepRecords:
     base: int = 0
     dropped: int = 0
     violations: int = 0
+    exceptions: int = 0
     cut: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -144,6 +145,8 @@ class Ring:
         step.records += records
         if VIOLATION in kinds:
             step.violations += kinds.count(VIOLATION)
+        if EXCEPTION in kinds:
+            step.exceptions += kinds.count(EXCEPTION)
 
     def _finish(self, model: int) -> None:
         step = self.running[model]

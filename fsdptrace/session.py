@@ -18,9 +18,11 @@ from typing import Any
 from uuid import uuid4
 
 from fsdptrace import events as ev
+from fsdptrace import last_words
 from fsdptrace._version import __version__
 from fsdptrace.checks.base import Violation
 from fsdptrace.checks.policy import QuietLog, logger
+from fsdptrace.checks.tracker import Tracker
 from fsdptrace.disk import TraceWriter, choose_folder
 from fsdptrace.drain import Drain
 from fsdptrace.files import LineFormatter
@@ -70,6 +72,8 @@ class Session:
         self.ids = count(1)
         self.threads: dict[int, int] = {}
         self.models: dict[int, ModelMap] = {}
+        self.new_models: deque[ModelMap] = deque()
+        self.trackers: dict[int, Tracker] = {}
         self.installed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
         self.violation_count = 0
@@ -83,18 +87,19 @@ class Session:
         self.writer: TraceWriter | None = None
         self.shared: dict[int, list[int]] = {}
         self.closed = False
+        self.ended_by = ""
+        self._keeping = threading.Lock()
         self.drain = Drain(self)
-        atexit.register(self.close)
+        last_words.add(self.drain.last_words)
+        atexit.register(self._at_exit)
         _register_finalizer(self)
 
     # -- models --------------------------------------------------------------------------------------------------------
     def add_model(self, model_map: ModelMap) -> None:
-        """A recorded root appeared, or its map is known better now; its line is written before its events."""
-        with self.drain.lock:
-            self.models[model_map.model] = model_map
-            self.formatter.forget()
-            if self.writer is not None:
-                self.writer.write(_line(model_map.to_json()))
+        """A recorded root appeared, or its map is known better now; the drain writes its line before its events. Called by
+        the training thread, which waits for no disk."""
+        self.models[model_map.model] = model_map
+        self.new_models.append(model_map)
 
     def next_model(self) -> int:
         """Number for a new root.
@@ -125,6 +130,7 @@ class Session:
                 self.complain,
             )
             self.writer = writer
+            self.new_models.clear()  # they are in what the file begins with
             try:
                 writer.open()
                 return True
@@ -232,25 +238,31 @@ class Session:
     # -- violations ----------------------------------------------------------------------------------------------------
     def keep(self, violation: Violation) -> int:
         """Keeps ``violation``; the index that its record carries."""
-        self.violations.append(violation)
-        self.violation_count += 1
         body = violation.to_json()
         for name in ("model", "group", "step"):
             del body[name]
-        return self.texts.put_once(json.dumps(body))
+        with self._keeping:  # rules look on the training thread, those that compare ranks on one of their own
+            self.violations.append(violation)
+            self.violation_count += 1
+            return self.texts.put_once(json.dumps(body))
 
     # -- end -----------------------------------------------------------------------------------------------------------
+    def _at_exit(self) -> None:
+        self.ended_by = last_words.unhandled()
+        self.close()
+
     def close(self) -> None:
         """Writes what is left and the end line; called at the end of the process, or by hand. Idempotent."""
         if self.closed or self.pid != os.getpid():
             return
         self.closed = True
+        last_words.remove(self.drain.last_words)
         self.drain.close()
         where = str(self.writer.folder) if self.writer is not None else ""
         self.log.close(where)
         _sessions.pop(self.options.file_key(), None)
         _closed.append(self.tally())
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
 
     def tally(self) -> dict[str, Any]:
         """What it saw, for ``fsdptrace run``: models, steps, violations, path."""
