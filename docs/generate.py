@@ -58,13 +58,25 @@ _LINES: Final = (
         "`heartbeat`",
         "about once a second",
         "`t` (ns), `last` (newest `seq`), `step` (the running one; `steps` by model where there are several), `collective` "
-        "(`kind`, `model`, `group`: entered and not left), `dropped`",
+        "(`kind`, `model`, `group`, `which`: entered and not left), `dropped`. Where nothing was begun since the heartbeat before: "
+        "`moved` (ns, since when), and in the first and each tenth of them `at` (newest event), `held` (bytes and groups open or "
+        "pending, by model), `stack` (innermost frame of the training thread, and of the program's own code)",
     ),
-    ("`entered`", 'before a collective, with `flush="collective"`', "`t`, `what` (kind), `model`, `group`"),
+    (
+        "`entered`",
+        'before a collective, with `flush="collective"`, and the first times that a reduction lacks gradients',
+        "`t`, `what` (kind), `model`, `group`, `which`",
+    ),
+    (
+        "`signal`",
+        "the process was told to end, by SIGTERM or SIGABRT",
+        "`signal` (name), `t`, `last`, `at`, `held`, `stack`, `collective`",
+    ),
     (
         "`end`",
         "the process closed its file; a file without it is of one that died or still runs",
-        "`events`, `dropped`, `violations`, `t`, `drain_ns` (CPU time of the drain thread)",
+        "`events`, `dropped`, `violations`, `t`, `drain_ns` (CPU time of the drain thread), `exception` (type and place of the one "
+        "that ended the program)",
     ),
 )
 
@@ -113,6 +125,12 @@ def _field(field: ev.FieldSpec) -> list[str]:
                 ("direction", ev.DIRECTIONS, "of a prefetch"),
                 ("mode", ev.MODES, "of a prefetch; `manual`: a call of the user's"),
             )
+        ]
+    if field.codec == "op":
+        return [
+            f"| `op` | {_names(field.names)} | reduction operator | `{field.names[0]}` |",
+            "| `which` | text | the parameters that took part, as positions in the group's `params` (`0-1,4`), or `#` and a "
+            f"hash where the group has more than {ev.WHICH_BITS} | all did |",
         ]
     kind = _names(field.names) if field.codec == "enum" else _CODECS[field.codec]
     return [f"| `{field.name}` | {kind} | {_cell(field.doc)} | {_usual(field)} |"]

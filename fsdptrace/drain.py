@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fsdptrace import events as ev
 from fsdptrace.files import step_line
 from fsdptrace.ring import StepRecords
-from fsdptrace.standing import GROUP_UNIT, Movement, details, entered, newest
+from fsdptrace.standing import Movement, collective, details, entered, newest
 
 if TYPE_CHECKING:
     from fsdptrace.session import Session
@@ -21,6 +21,7 @@ STANDS = 10  # heartbeats of a process that stands still between two that say wh
 END_WAIT = 10.0  # seconds that the end of a process waits for a thread that is writing
 BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
 PAUSE = 0.0005  # seconds between batches
+ANNOUNCEMENTS = 64  # collectives of a process that are put on disk before they are entered although nobody asked for it
 TAIL_EVENTS = 4096  # newest events of a running step that are kept on disk when its detail is not wanted
 FULL_STEPS = 10
 FULL_EVERY = 100
@@ -44,6 +45,7 @@ class Drain:
         self._last_tail = 0.0
         self._movement = Movement(session)
         self._stood = 0
+        self._announced = 0
         self._told_dropped = 0
         self.written_events = 0
         self.busy_ns = 0
@@ -244,12 +246,27 @@ class Drain:
                 if session.writer is not None:
                     session.writer.write(_line(line))
 
-    def flush_now(self, model: int = 0, entered: int = 0) -> None:
+    def flush_now(self, model: int = 0, entered: int = 0, which: int = 0) -> None:
         """Writes everything recorded so far, from the calling thread; then, if given, that ``model`` enters a
-        collective: kind + 32 * group."""
+        collective: kind + 32 * group, and which parameters take part."""
+        self._session.settle_run_id()
+        with self._turn:
+            self._flush(model, entered, which)
+
+    def announce(self, model: int, entered: int, which: int) -> None:
+        """Like :meth:`flush_now`, but a disk that blocks is not waited for, nor a file that is not open yet; at most
+        :data:`ANNOUNCEMENTS` times."""
+        if self._session.writer is None or self._announced >= ANNOUNCEMENTS or not self._turn.acquire(blocking=False):
+            return
+        try:
+            self._announced += 1
+            self._flush(model, entered, which)
+        finally:
+            self._turn.release()
+
+    def _flush(self, model: int, entered: int, which: int) -> None:
         session = self._session
-        session.settle_run_id()
-        with self._turn, self.lock:
+        with self.lock:
             session.ring.pump()
             if not session.open_file():
                 return
@@ -260,11 +277,9 @@ class Drain:
             for step in session.ring.running.values():
                 self._write(step, 0.0)
             if entered and session.writer is not None:
-                kind, group = entered % GROUP_UNIT, entered // GROUP_UNIT
-                session.writer.write(
-                    f'{{"kind":"entered","t":{time.perf_counter_ns()},"what":"{ev.KINDS[kind]}","model":{model},'
-                    f'"group":{group}}}\n'
-                )
+                what = collective(model, entered, which)
+                what = {"kind": "entered", "t": time.perf_counter_ns(), "what": what.pop("kind"), **what}
+                session.writer.write(_line(what))
 
 
 def _line(data: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ Times are ``time.perf_counter_ns`` of the host, in ns; the header of a file maps
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -111,6 +112,11 @@ DTYPE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enume
 DIRECTION_UNIT: Final = 4
 MODE_UNIT: Final = 16
 
+# `op` of a reduction packs the operator and, where not every parameter took part, which did: operator + 4 * which.
+OP_UNIT: Final = 4
+WHICH_BITS: Final = 56
+"""Parameters of a group that ``which`` tells one by one; of a larger group it is a hash with bit 56 set."""
+
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
@@ -118,7 +124,7 @@ class FieldSpec:
 
     ``codec`` says how the integer of the record becomes a value: ``int``, ``bytes`` (an int, in bytes), ``group`` and
     ``unit`` (an id, ``None`` for -1), ``bool``, ``enum`` (an index into ``names``), ``dtype``, ``how`` (the three
-    packed enumerations noop, direction, mode), ``text`` (an index into the session's table of strings), ``derived``
+    packed enumerations noop, direction, mode), ``op`` (operator and which parameters took part), ``text`` (an index into the session's table of strings), ``derived``
     (not in the record: worked out from the others and the model map by :func:`decode`).
 
     ``usual`` is the value that a file leaves out: an integer of the record, or ``"model"`` for what the group's entry
@@ -158,7 +164,7 @@ _BYTES_COMM = (
     _f("world", "int", "ranks in the collective's process group"),
     _f("dtype", "dtype", "dtype on the wire"),
     _f("tensors", "int", "parameters that really had a gradient"),
-    _f("op", "enum", "reduction operator", OPS, 0),
+    _f("op", "op", "op: reduction operator; which: the parameters that had a gradient", OPS, 0),
     _f("wire_bytes", "derived", "what this rank receives"),
 )
 
@@ -358,6 +364,48 @@ def unpack_how(how: int) -> tuple[str, str, str]:
     return NOOPS[how % 4], DIRECTIONS[how // DIRECTION_UNIT % 4], MODES[how // MODE_UNIT]
 
 
+def pack_which(present: Sequence[bool]) -> int:
+    """``which`` for the parameters of a group, in the group's order, of which some take part in a reduction; 0 for all."""
+    if all(present):
+        return 0
+    bits = sum(1 << i for i, there in enumerate(present) if there)
+    if len(present) <= WHICH_BITS:
+        return bits
+    return 1 << WHICH_BITS | zlib.crc32(bits.to_bytes(len(present) // 8 + 1, "little"))
+
+
+def which_text(which: int) -> str:
+    """``which`` as a file has it: positions such as ``0-1,4``, or ``#`` and a hash; empty for all parameters."""
+    if which >> WHICH_BITS:
+        return f"#{which & 0xFFFFFFFF:08x}"
+    parts: list[str] = []
+    for i in range(which.bit_length()):
+        if which >> i & 1 and not (i and which >> (i - 1) & 1):
+            last = i
+            while which >> (last + 1) & 1:
+                last += 1
+            parts.append(str(i) if last == i else f"{i}-{last}")
+    return ",".join(parts)
+
+
+def read_which(text: str) -> int:
+    """The inverse of :func:`which_text`.
+
+    Raises:
+        ValueError: the text is none of its.
+    """
+    if text.startswith("#"):
+        return 1 << WHICH_BITS | int(text[1:], 16) & 0xFFFFFFFF
+    which = 0
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if not 0 <= low <= high < WHICH_BITS:
+            raise ValueError(f"no parameters {part!r}")
+        which |= (1 << high + 1) - (1 << low)
+    return which
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """One event, readable. ``data`` holds the fields of its kind (see :data:`SPECS`), by name.
@@ -451,6 +499,10 @@ def decode(record: Sequence[int], step: int, texts: Texts, tensors: Mapping[int,
             for name, text in zip(("noop", "direction", "mode"), unpack_how(value), strict=True):
                 if text:
                     data[name] = text
+        elif spec.codec == "op":
+            data["op"] = OPS[value % OP_UNIT]
+            if value >= OP_UNIT:
+                data["which"] = which_text(value // OP_UNIT)
         else:
             data[spec.name] = _decode_value(spec, value, texts)
     if kind == UNSHARD and data.get("issuer") is None:
@@ -494,6 +546,8 @@ def encode(event: Event, texts: Texts) -> tuple[int, ...]:
                     MODES.index(data.get("mode", "")),
                 )
             )
+        elif spec.codec == "op":
+            payload.append(OPS.index(data.get("op", OPS[0])) + OP_UNIT * read_which(data.get("which", "")))
         else:
             payload.append(_encode_value(spec, data.get(spec.name), texts))
     payload += [0] * (WIDTH - A - len(payload))

@@ -114,6 +114,10 @@ class LineFormatter:
         if spec.codec == "how":
             parts = zip(("noop", "direction", "mode"), unpack_how(value), strict=True)
             return "".join(f',"{name}":"{text}"' for name, text in parts if text), False
+        if spec.codec == "op":
+            text = f',"op":"{spec.names[value % ev.OP_UNIT]}"' if value % ev.OP_UNIT != spec.usual else ""
+            which = value // ev.OP_UNIT
+            return (f'{text},"which":"{ev.which_text(which)}"' if which else text), False
         if spec.codec == "enum":
             return f',"{spec.name}":"{spec.names[value]}"', False
         if spec.codec == "dtype":
@@ -291,6 +295,10 @@ def read_event(data: dict[str, Any], model: ModelMap | None) -> Event:
         for spec in ev.SPECS[number].fields:
             if spec.codec == "how":
                 out.update({name: data[name] for name in ("noop", "direction", "mode") if name in data})
+            elif spec.codec == "op":
+                out["op"] = data.get("op", spec.names[0])
+                if "which" in data:
+                    out["which"] = data["which"]
             elif spec.name in data:
                 out[spec.name] = data[spec.name]
             elif spec.usual == "model":

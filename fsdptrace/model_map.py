@@ -7,7 +7,7 @@ what one ``fully_shard`` call made (one or several modules); it has one param gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ class GroupInfo:
             newer); ``None`` where the release does not say.
         trainable: parameters that require grad.
         offload: shards live on the CPU.
+        shard_group, replicate_group: process group of the shards and of the replicas, as ``name:ranks`` (``0:0-7``).
     """
 
     id: int
@@ -81,6 +82,33 @@ class GroupInfo:
     auto_policy: bool | None
     trainable: int
     offload: bool
+    shard_group: str = ""
+    replicate_group: str = ""
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``0-7``, ``3-67/8`` (every eighth), ``0,3,4`` for what is in no such order."""
+    if len(ranks) < 3:
+        return ",".join(map(str, ranks))
+    stride = ranks[1] - ranks[0]
+    if stride < 1 or list(ranks) != list(range(ranks[0], ranks[-1] + 1, stride)):
+        return ",".join(map(str, ranks))
+    return f"{ranks[0]}-{ranks[-1]}" + (f"/{stride}" if stride > 1 else "")
+
+
+def ranks_of(process_group: str) -> list[int]:
+    """The ranks in a ``shard_group`` or ``replicate_group``; none where it does not say.
+
+    Raises:
+        ValueError: the text is none of ours.
+    """
+    out: list[int] = []
+    for part in process_group.rpartition(":")[2].split(","):
+        span, _, stride = part.partition("/")
+        first, _, last = span.partition("-")
+        if first:
+            out += range(int(first), int(last or first) + 1, int(stride or 1))
+    return out
 
 
 def usual_flags(group: GroupInfo) -> int:

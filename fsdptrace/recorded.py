@@ -9,7 +9,7 @@ import torch.nn as nn
 from fsdptrace import events as ev
 from fsdptrace import notes
 from fsdptrace.adapters import compat
-from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, STEPPED, Context, clock
+from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, STEPPED, WHICH, Context, clock
 from fsdptrace.adapters.describe import describe
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.checks import policy, registry
@@ -78,7 +78,12 @@ class Recorded:
     _from_callable: BaseException | None = None
 
     def _flush(self, model: int) -> None:
-        self.session.drain.flush_now(model, self.context.shared[ENTERED])
+        self.session.drain.flush_now(model, self.context.shared[ENTERED], self.context.shared[WHICH])
+
+    def announce(self, model: int) -> None:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        if self.before_collective is None:  # else it is done anyway
+            self.session.drain.announce(model, self.context.shared[ENTERED], self.context.shared[WHICH])
 
     def end_step(self, model: int | None = None) -> None:
         """Closes the running step; nothing when nothing happened in it."""

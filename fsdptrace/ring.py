@@ -64,6 +64,7 @@ class Ring:
         append: ``list.extend`` of the buffer, bound once: hooks keep it in their closures.
         capacity: events that may lie in memory, waiting or kept.
         dropped: events that did not fit, so far.
+        taker: sees all records once, in order: ``taker(model, step, records, their kinds)``; called with the lock held.
     """
 
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -77,6 +78,7 @@ class Ring:
         self.rescued: deque[StepRecords] = deque(maxlen=100_000)
         self.kept: deque[StepRecords] = deque(maxlen=KEPT_STEPS)
         self._waiting = 0
+        self.taker: Callable[[int, int, Sequence[int], Sequence[int]], None] | None = None
 
     def __len__(self) -> int:
         return len(self._buffer) // WIDTH
@@ -143,6 +145,8 @@ class Ring:
         if step is None:
             step = self.running[model] = StepRecords(model, 0)
         step.records += records
+        if self.taker is not None:
+            self.taker(model, step.step, records, kinds)
         if VIOLATION in kinds:
             step.violations += kinds.count(VIOLATION)
         if EXCEPTION in kinds:

@@ -210,7 +210,7 @@ class Session:
     def _agree(self, made: str) -> str:
         """Rank 0's id through the default c10d store: polled, never a blocking wait, since a waiting client would hold
         the store's lock against the training thread. Empty when there is no store or it does not answer."""
-        from fsdptrace.adapters.compat import default_store
+        from fsdptrace.adapters.store import default_store
 
         store = default_store()
         if store is None or self.identity.world_size < 2:

@@ -19,7 +19,7 @@ from fsdptrace import events as ev
 if TYPE_CHECKING:
     from fsdptrace.session import Session
 
-ENTERED = 11  # as in adapters.context, which is not imported here: the drain runs where torch need not be
+ENTERED, WHICH = 11, 15  # as in adapters.context, which is not imported here: the drain runs where torch need not be
 GROUP_UNIT = 32
 LARGEST = 20  # open groups that are named, largest first
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -31,12 +31,20 @@ def newest(session: Session) -> int:
     return int(repr(session.ids)[6:-1]) - 1
 
 
+def collective(model: int, packed: int, which: int) -> dict[str, Any]:
+    """What was entered: ``kind``, ``model``, ``group``, and ``which`` where not all parameters take part."""
+    out: dict[str, Any] = {"kind": ev.KINDS[packed % GROUP_UNIT], "model": model, "group": packed // GROUP_UNIT}
+    if which and packed % GROUP_UNIT == ev.POST_BACKWARD:
+        out["which"] = ev.which_text(which)
+    return out
+
+
 def entered(session: Session) -> dict[str, Any] | None:
     """The collective that a training thread is in, as its hooks noted it: ``kind``, ``model``, ``group``."""
     for model, shared in list(session.shared.items()):
         packed = shared[ENTERED]
         if packed:
-            return {"kind": ev.KINDS[packed % GROUP_UNIT], "model": model, "group": packed // GROUP_UNIT}
+            return collective(model, packed, shared[WHICH])
     return None
 
 

@@ -49,6 +49,10 @@ def make(kind: str, variant: int, with_group: bool = True) -> Event:
         if field.codec == "how":
             noop, direction, mode = ev.NOOPS[variant % 4], ev.DIRECTIONS[variant % 3], ev.MODES[variant % 4]
             data.update({name: text for name, text in (("noop", noop), ("direction", direction), ("mode", mode)) if text})
+        elif field.codec == "op":
+            data["op"] = ev.OPS[variant % 3]
+            if which := ("", "0-1,4", "#0001f3a2")[variant % 3]:
+                data["which"] = which
         elif field.codec != "derived":
             data[field.name] = value_of(field, variant)
     if kind == "unshard" and data["issuer"] is None:

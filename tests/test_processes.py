@@ -13,23 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdptrace
 from fsdptrace import files
-from support.models import sharded_chain, train
+from support.models import fake_mesh, sharded_chain, train
 from support.ranks import run_alone, run_ranks
 
 pytestmark = pytest.mark.multiprocess
-
-
-def fake_mesh(world: int = 4) -> Any:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    torch.manual_seed(0)
-    return init_device_mesh("cpu", (world,))
 
 
 def only_file(out: Path) -> files.TraceFile:

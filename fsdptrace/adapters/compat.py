@@ -138,15 +138,3 @@ def last_reduce_scatter_input(comm_ctx: Any) -> Any:
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     state = (states[-1] if states else None) if states is not None else getattr(comm_ctx, "reduce_scatter_state", None)
     return None if state is None else state.reduce_scatter_input
-
-
-def default_store() -> Any:
-    """The default c10d store, or ``None`` when no process group is initialised."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except (RuntimeError, ValueError, AttributeError):
-        return None

@@ -38,7 +38,8 @@ ENTERED = 11  # kind + 32 * group of a collective that was entered and not left,
 HOW = 12  # packed how of the prefetch that is running, 0 without
 ISSUER = 13  # its source
 REPAIR = 14  # 1 between the first and the last pre-forward hook of a unit in a backward: FSDPState may gather it there
-SIZE = 15
+WHICH = 15  # which parameters take part in the reduction of the post-backward that is running, 0 for all (ev.pack_which)
+SIZE = 16
 GROUP_UNIT = 32
 
 # The group + 1 that prefetches a group of another root and its context, 0 and None without. Of the process, not of a model:
@@ -72,6 +73,10 @@ class Owner(Protocol):
     @property
     def before_collective(self) -> Callable[[int], None] | None:
         """With ``flush="collective"``: puts what is recorded into the file now. Else ``None``."""
+        ...
+
+    def announce(self, model: int) -> None:
+        """Like :attr:`before_collective`, for a collective that ranks may not agree on; never waits for a disk."""
         ...
 
     def text(self, text: str) -> int:

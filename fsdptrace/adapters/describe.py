@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptrace.adapters.compat import groups_of
+from fsdptrace.adapters.store import group_label
 from fsdptrace.model_map import GroupInfo, ModelMap, ParamInfo, UnitInfo, clean_name
 
 
@@ -142,6 +143,8 @@ def _group_info(
         mesh=_mesh(mesh_info), reshard_after_forward=keeps,
         auto_policy=getattr(state, "_auto_reshard_after_forward", None),
         trainable=sum(p.trainable for p in params), offload=any(p.offload_to_cpu for p in group.fsdp_params),
+        shard_group=group_label(getattr(mesh_info, "shard_process_group", None)),
+        replicate_group=group_label(getattr(mesh_info, "replicate_process_group", None)),
     )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ class Gathering(GroupBase):
             try:
                 result = orig(group, async_op)
             except BaseException as error:
+                shared[ENTERED] = 0
                 self._failed(error)
                 raise
             t1 = clock()
@@ -116,6 +117,7 @@ class Gathering(GroupBase):
         c, group, gid = self.context, self.group, self.id
         append, ids, shared, owner = c.append, c.ids, c.shared, c.owner
         handler = c.on[ev.WAIT]
+        entered = ev.WAIT + GROUP_UNIT * gid
         orig = self.method("wait_for_unshard")
 
         def wait_for_unshard() -> Any:
@@ -123,12 +125,15 @@ class Gathering(GroupBase):
                 return orig(group)
             t0 = clock()
             seq = next(ids)
+            shared[ENTERED] = entered
             try:
                 result = orig(group)
             except BaseException as error:
+                shared[ENTERED] = 0
                 self._failed(error)
                 raise
             t1 = clock()
+            shared[ENTERED] = 0
             try:
                 context = shared[CONTEXT]
                 size = self.bytes

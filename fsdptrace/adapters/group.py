@@ -36,6 +36,7 @@ class GroupBase:
         bytes: unsharded bytes of its last gather; ``known`` these and the dtype once measured, ``reduced`` what is known of a
             reduction with all gradients: size, dtype, operator, divide factor, and ``leaves`` the unsharded parameters then.
         flags: its switches as last seen.
+        announced: sets of parameters whose partial reduction was put on disk beforehand.
         others: what somebody else had put on the instance before us, by name.
         left: what shards and copies were like when a pass left the group gathered, ``None`` when none did; ``versions`` the
             version counters of the copies when last seen, empty before.
@@ -50,6 +51,7 @@ class GroupBase:
         self.flags = usual_flags(info)
         self.known: list[int] = []
         self.reduced: list[Any] = []
+        self.announced: set[int] = set()
         self.leaves: list[Any] = []
         self.shared_with_others = False
         self.others: dict[str, Any] = {}

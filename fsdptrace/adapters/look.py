@@ -28,6 +28,11 @@ def count_gradients(params: Any) -> int:
     return found
 
 
+def gradients_there(params: Any) -> list[bool]:
+    """Which parameters have an unsharded gradient, in the group's order (see :func:`count_gradients`)."""
+    return [p._unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None for p in params]
+
+
 def leaves_of(params: Any) -> list[Any]:
     """The unsharded parameters, whose ``.grad`` says at once that all gradients are there; none when some are frozen, which
     never have one. PyTorch makes them at the first gather and keeps them (``init_unsharded_param``, _fsdp_param.py, 2.13)."""

@@ -17,6 +17,7 @@ from fsdptrace.adapters.context import (
     OUTER_GRAD,
     PARENT,
     TOP,
+    WHICH,
     clock,
 )  # fmt: skip
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE, UNSHARDED, GroupBase, Wrapper
@@ -25,12 +26,16 @@ from fsdptrace.adapters.look import (
     count_gradients,
     dtype_number,
     flags_of,
+    gradients_there,
     leaves_of,
     reduce_op,
     unhooked_inputs,
 )  # fmt: skip
 
 BACKWARD_FLAGS = 23  # all but reshard_after_forward
+
+
+ANNOUNCED = 2  # sets of parameters with gradients per group that are put on disk before their reduction
 
 
 class Passes(GroupBase):
@@ -179,12 +184,15 @@ class Passes(GroupBase):
             reduces = group.reduce_grads
             if grads and reduces:
                 shared[ENTERED] = entered
+                if grads != trainable:
+                    self._partial()
                 if flush is not None:
                     flush(model)
             try:
                 result = orig(group, *unused)
             except BaseException as error:
                 shared[PARENT] = outer
+                shared[ENTERED] = shared[WHICH] = 0
                 self._failed(error)
                 raise
             t1 = clock()
@@ -222,6 +230,22 @@ class Passes(GroupBase):
 
         return post_backward
 
+    def _partial(self) -> None:
+        """Some parameters have no gradient: which do decides the size of the reduction, and may be others on another rank. It
+        is noted, and the first times put on disk before the collective, which then may abort the process from C++."""
+        group, c = self.group, self.context
+        if getattr(group, "reduce_scatter_unused_params", False):
+            return  # filled with zeros: all take part
+        try:
+            c.shared[WHICH] = which = ev.pack_which(gradients_there(group.fsdp_params))
+            if which not in self.announced and len(self.announced) < ANNOUNCED:
+                self.announced.add(which)
+                c.owner.announce(c.model)
+        except Exception as error:
+            if c.owner.stop_run(error):
+                raise
+            c.owner.fault(error)
+
     def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> None:
         """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued."""
         info, group, c = self.info, self.group, self.context
@@ -233,7 +257,8 @@ class Passes(GroupBase):
             return
         size, dtype = buffer.numel() * buffer.element_size(), dtype_number(buffer.dtype)
         del buffer
-        op = reduce_op(group, dtype, info)
+        op = reduce_op(group, dtype, info) + ev.OP_UNIT * c.shared[WHICH]
+        c.shared[WHICH] = 0
         if grads == info.trainable and info.world > 1 and hasattr(group, "gradient_divide_factor"):
             self.reduced[:] = size, dtype, op, group.gradient_divide_factor
             self.leaves[:] = leaves_of(group.fsdp_params)

@@ -48,6 +48,11 @@ def _reader(spec: ev.FieldSpec) -> _Read:
             + ev.DIRECTION_UNIT * _DIRECTION[data.get("direction", "")]
             + ev.MODE_UNIT * _MODE[data.get("mode", "")]
         )
+    if spec.codec == "op":
+        operators = {text: number for number, text in enumerate(spec.names)}
+        return lambda data, model, group, texts: (
+            operators[data.get("op", spec.names[0])] + ev.OP_UNIT * (ev.read_which(data["which"]) if "which" in data else 0)
+        )
     if spec.codec == "enum":
         numbers = {text: number for number, text in enumerate(spec.names)}
         default = spec.names[usual] if isinstance(usual, int) else spec.names[0]

@@ -6,9 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+
+
+def fake_mesh(world: int = 4) -> Any:
+    """A mesh of a fake process group, for a process of its own; tests in this one have the fixture ``fake_pg``."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    torch.manual_seed(0)
+    return init_device_mesh("cpu", (world,))
 
 
 def chain(count: int = 3, dim: int = 8) -> nn.Sequential:

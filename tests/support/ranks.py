@@ -49,6 +49,30 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
         return [_result(Path(folder) / f"{rank}.result") for rank in range(world)]
 
 
+def run_to_the_end(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[tuple[int, Any]]:
+    """Like :func:`run_ranks`, where ranks may die: each one's exit code (negative: a signal) and result (None without one)."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        where = (fn.__code__.co_filename, fn.__qualname__)
+        processes = [context.Process(target=_rank, args=(rank, world, folder, where, args)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            alive = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+            if alive:
+                raise TimeoutError(f"ranks {alive} of {where[1]} did not end within {timeout} s")
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return [(process.exitcode or 0, _result(Path(folder) / f"{rank}.result")) for rank, process in enumerate(processes)]
+
+
 def run_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> tuple[int, Any]:
     """``fn(*args)`` in one process, without a process group: its exit code (negative: a signal) and result."""
     with tempfile.TemporaryDirectory() as folder:
