@@ -58,9 +58,9 @@ _LINES: Final = (
         "`heartbeat`",
         "about once a second",
         "`t` (ns), `last` (newest `seq`), `step` (the running one; `steps` by model where there are several), `collective` "
-        "(`kind`, `model`, `group`, `which`: entered and not left), `dropped`. Where nothing was begun since the heartbeat before: "
-        "`moved` (ns, since when), and in the first and each tenth of them `at` (newest event), `held` (bytes and groups open or "
-        "pending, by model), `stack` (innermost frame of the training thread, and of the program's own code)",
+        "(`kind`, `model`, `group`, `which`: entered and not left), `dropped`. Where nothing was begun since the heartbeat "
+        "before: `moved` (ns, since when), and in the first and each tenth of them `at` (newest event), `held` (bytes and "
+        "groups, open or pending, by model), `stack` (innermost frame of the training thread, and of the program's own code)",
     ),
     (
         "`entered`",
@@ -75,8 +75,8 @@ _LINES: Final = (
     (
         "`end`",
         "the process closed its file; a file without it is of one that died or still runs",
-        "`events`, `dropped`, `violations`, `t`, `drain_ns` (CPU time of the drain thread), `exception` (type and place of the one "
-        "that ended the program)",
+        "`events`, `dropped`, `violations`, `t`, `drain_ns` (CPU time of the drain thread), `exception` (type and place of the "
+        "one that ended the program)",
     ),
 )
 
