@@ -146,6 +146,22 @@ def page(folder: Path, events: int) -> None:
     )
 
 
+def perfetto(folder: Path, events: int) -> None:
+    """The run as one Perfetto trace, in both formats."""
+    from fsdptrace_exporters.perfetto import merge
+
+    run = load(folder)
+    for name in ("trace.pftrace", "trace.json.gz"):
+        started = time.perf_counter()
+        merged = merge(run, folder / name)
+        took = time.perf_counter() - started
+        assert merged.events == events, (merged.events, events)
+        print(
+            f"merge to {name}: {merged.slices:,} slices, {took:.2f} s, {events / took:,.0f} events a second, "
+            f"{merged.path.stat().st_size / 1e6:.1f} MB"
+        )
+
+
 def main() -> None:
     """Makes a run and times what is drawn of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -155,6 +171,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         events = make(Path(folder), arguments.ranks, arguments.events)
         page(Path(folder), events)
+        perfetto(Path(folder), events)
 
 
 if __name__ == "__main__":

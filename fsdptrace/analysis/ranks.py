@@ -16,6 +16,7 @@ from typing import Any
 from fsdptrace import events as ev
 from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.rows import Units
+from fsdptrace.analysis.timeline import clock_offsets
 from fsdptrace.analysis.traffic import COLLECTIVES
 from fsdptrace.model_map import ModelMap
 
@@ -136,15 +137,6 @@ def _row(process: ProcessTrace, units: Mapping[int, Units], size: int) -> RankRo
     )  # fmt: skip
 
 
-def _offsets(processes: Sequence[ProcessTrace]) -> list[int]:
-    """What to add to a process's times to have Unix time; one value per host, whose clock its processes share."""
-    by_host: dict[str, int] = {}
-    return [
-        by_host.setdefault(process.header.host, process.header.unix_ns - process.header.perf_counter_ns)
-        for process in processes
-    ]
-
-
 @dataclass(slots=True)
 class _Sum:
     calls: int = 0
@@ -154,7 +146,7 @@ class _Sum:
 
 
 def _compare(out: Ranks, processes: Sequence[ProcessTrace], arrivals: Sequence[Arrivals]) -> None:
-    offsets = _offsets(processes)
+    offsets = clock_offsets(processes)
     sums: dict[tuple[int, int], _Sum] = {}
     behind = [0] * len(processes)
     seen = [0] * len(processes)

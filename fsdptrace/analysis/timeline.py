@@ -75,13 +75,15 @@ class Use:
 class ModelTimes:
     """Holds and uses of one model of one process, fed with its records in order.
 
-    ``levels`` are ``(ns, bytes)``: what is open or pending from that moment on.
+    ``levels`` are ``(ns, bytes)``: what is open or pending from that moment on. ``served`` are the waits for what a prefetch
+    issued: the number of the wait's event, and of the unshard's.
     """
 
     map: ModelMap
     holds: list[Hold] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     levels: list[tuple[int, int]] = field(default_factory=list)
+    served: dict[int, int] = field(default_factory=dict)
     _open: dict[int, Hold] = field(default_factory=dict)
     _started: dict[tuple[int, bool], tuple[int, int, int]] = field(default_factory=dict)
     _held: int = 0
@@ -105,6 +107,8 @@ class ModelTimes:
             hold = self._open.get(group)
             if hold is not None and not hold.ready:
                 hold.ready, hold.wait_seq = t1, seq
+                if hold.prefetched:
+                    self.served[seq] = hold.seq
         elif kind == ev.RESHARD:
             self._end(group, seq, t0, SMALLER_MESH if b else RESHARDED)
         elif kind == ev.DISCARD:
@@ -216,10 +220,10 @@ def clock_offsets(processes: Sequence[ProcessTrace]) -> list[int]:
         own = header.unix_ns - header.perf_counter_ns
         known = by_host.setdefault(header.host, own)
         offsets.append(known if abs(known - own) < SAME_BOOT else own)
-    start = min((o + _begin(p) for p, o in zip(processes, offsets, strict=True) if o is not None), default=0)
-    return [start - _begin(p) if o is None else o for p, o in zip(processes, offsets, strict=True)]
+    start = min((o + begin(p) for p, o in zip(processes, offsets, strict=True) if o is not None), default=0)
+    return [start - begin(p) if o is None else o for p, o in zip(processes, offsets, strict=True)]
 
 
-def _begin(process: ProcessTrace) -> int:
+def begin(process: ProcessTrace) -> int:
     """When its first step that is known began, on its own clock."""
     return min((line.t - line.duration_ns for line in process.steps), default=process.last_t)

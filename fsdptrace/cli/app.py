@@ -150,6 +150,59 @@ def check(
         raise typer.Exit(UNUSABLE)
 
 
+Profiles = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option("--with", metavar="PROFILE", help="a trace that torch.profiler wrote of a rank of this run; repeatable"),
+]
+Ranks = Annotated[Optional[str], typer.Option("--ranks", metavar="LIST", help="which ranks: 0-7,12; else all")]  # noqa: UP045
+Steps = Annotated[Optional[str], typer.Option("--steps", metavar="LIST", help="which steps: 0-7,12; else all")]  # noqa: UP045
+
+
+@app.command()
+def merge(
+    folder: Folder = None,
+    out: Annotated[
+        Path, typer.Option("-o", "--out", metavar="FILE", help="ends in .pftrace (Perfetto's), .json.gz or .json (Chrome's)")
+    ] = Path("trace.pftrace"),
+    json: Json = False,
+    run: RunId = None,
+    profiles: Profiles = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+) -> None:
+    """Writes one Perfetto trace of all ranks: units, calls, collectives, prefetches, gathered bytes, violations."""
+    with _clear():
+        from fsdptrace.cli import merge as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        merged = view.write(folder or default_folder(), out, run, profiles or (), ranks, steps)
+        if json:
+            print_json(view.to_json(merged))
+        else:
+            view.show(Screen(), merged)
+
+
+@app.command()
+def view(
+    folder: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(metavar="DIR", help="a run's folder, the out folder, one file, or a merged trace"),
+    ] = None,
+    run: RunId = None,
+    profiles: Profiles = None,
+    ranks: Ranks = None,
+    steps: Steps = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="else a free one")] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open the page in a browser")] = True,
+) -> None:
+    """Shows the run in the Perfetto UI, served to this machine only; needs no network."""
+    with _clear():
+        from fsdptrace.cli import merge as merging
+        from fsdptrace.cli.output import Screen
+
+        merging.view(Screen(), folder or default_folder(), run, profiles or (), ranks, steps, port, browser)
+
+
 @app.command()
 def diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="one run: its folder, an out folder, or a file")],

@@ -8,17 +8,16 @@ from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace._version import __version__
-from fsdptrace.analysis import Finding, ProcessTrace, Run, by_pattern, read_process
+from fsdptrace.analysis import Finding, ProcessTrace, Run, read_process
 from fsdptrace.analysis.notes import ranks_text, spans
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.analysis.timeline import ENDS, ModelTimes, ProcessTimes, clock_offsets
 from fsdptrace.checks.text import count, size
+from fsdptrace.html import tables
 from fsdptrace.html.choice import MAX_EVENTS, Choice, choose
 from fsdptrace.summary import rows_of
 
-MANY_UNITS = 60  # more units than this are put together by name pattern in the table
 MARKS = 5_000  # violations of one process that are marked on the time axis
-_NO_TEXT = ("derived",)
 
 
 def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
@@ -33,9 +32,9 @@ def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
         "base_ns": str(base),
         "texts": texts,
         "processes": processes,
-        "steps": _step_columns(run),
-        "tables": [_units(run, number) for number in range(len(run.models))],
-        "memory": [_memory(model) for model in run.models],
+        "steps": tables.step_columns(run),
+        "tables": tables.tables(run),
+        "memory": [tables.memory(model) for model in run.models],
         "coverage": run.coverage,
         "notes": run.notes,
         "problems": [str(problem) for problem in run.problems],
@@ -114,7 +113,9 @@ class _Calls:
         low, high = 1 << 62, 0
         for record in rows_of(part.records):
             kind, seq, t0, t1, group, parent, context = record[: ev.A]
-            low, high = min(low, t0), max(high, t1)
+            low = min(low, t0)
+            if kind != ev.STEP:  # which is written when the next one begins
+                high = max(high, t1)
             text = self._text(part, record)
             self.rows.append((t0, -t1, seq, kind, part.map.model, group, parent, context % 4, text, part.step))
         self.steps.append((part.map.model, part.step, low, high))
@@ -248,62 +249,3 @@ def _marks(trace: ProcessTrace, shown: set[tuple[int, int]], rows: Sequence[tupl
         if (data["model"], data["step"]) in shown and at in place and len(marks) < MARKS:
             marks.append([place[at], texts.put(data["severity"]), texts.put(data["rule"]), texts.put(data["message"])])
     return sorted(marks)
-
-
-# -- tables and charts -------------------------------------------------------------------------------------------------
-def _step_columns(run: Run) -> dict[str, list[int]]:
-    lines = run.step_lines()
-    return {
-        "rank": [rank for rank, _ in lines],
-        **{
-            name: [int(getattr(line, name)) for _, line in lines]
-            for name in ("model", "step", "duration_ns", "unsharded_peak", "past_backward_peak", "violations", "gathers")
-        },
-    }
-
-
-_UNIT_COLUMNS = (
-    ("gathers forward", "gathers_forward", "number"), ("backward", "gathers_backward", "number"),
-    ("recompute", "gathers_recompute", "number"), ("other", "gathers_other", "number"), ("no-op", "noops", "number"),
-    ("prefetched", "prefetched", "number"), ("wasted", "wasted", "number"), ("gathered", "gathered_bytes", "bytes"),
-    ("received", "wire_bytes", "bytes"), ("reduce-scatter", "reduce_scatters", "number"),
-    ("all-reduce", "all_reduces", "number"), ("gathered for", "lifetime_ns", "ns"),
-)  # fmt: skip
-
-
-def _units(run: Run, number: int) -> dict[str, Any]:
-    """The table per unit: means per step, rank and unit."""
-    model = run.models[number]
-    grouped = len(model.rows) > MANY_UNITS
-    rows = by_pattern(model.rows) if grouped else model.rows
-    kept = [column for column in _UNIT_COLUMNS if any(getattr(row.sums, column[1]) for row in rows)]
-    behind = "of a step that did not end" if model.unfinished else f"mean of {count(model.steps, 'step')} over all ranks"
-    waits = any(row.sums.waits for row in rows)
-    return {
-        "title": f"Units of {model.root}" + (f" (model {model.model})" if len(run.models) > 1 else ""),
-        "note": f"per step{' and unit' if grouped else ''}, {behind}",
-        "columns": [
-            {"title": "unit", "type": "name"}, *([{"title": "units", "type": "number"}] if grouped else []),
-            *({"title": title, "type": kind} for title, _, kind in kept),
-            *([{"title": "issue to use", "type": "ns"}, {"title": "at most", "type": "ns"}] if waits else []),
-        ],
-        "rows": [
-            [
-                row.name, *([row.units] if grouped else []), *(round(row.mean(name), 3) for _, name, _ in kept),
-                *([row.sums.distance_ns // max(1, row.sums.waits), row.sums.distance_max_ns] if waits else []),
-            ]
-            for row in rows
-        ],
-        "marked": [row.sums.wasted > 0 for row in rows],
-        "uncovered": list(model.map.uncovered[:50]),
-    }  # fmt: skip
-
-
-def _memory(model: Any) -> dict[str, Any]:
-    peak = model.peak
-    return {
-        "root": model.root, "now": model.now[0], "now_rank": model.now[1], "peak": peak.bytes, "rank": peak.rank,
-        "step": peak.step, "seq": peak.seq, "units": [list(unit) for unit in peak.units[:40]],
-        "more_units": max(0, len(peak.units) - 40), "past_backward_peak": model.past_backward_peak,
-        "past_backward": model.past_backward[0],
-    }  # fmt: skip

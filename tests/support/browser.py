@@ -136,7 +136,7 @@ class Page:
 
     Attributes:
         errors: what was written to the console as an error or thrown, and what the browser refused.
-        requests: addresses that the page asked for, its own first.
+        requests: addresses that the page asked for, its own first; ``refused`` those that the page's policy stopped.
     """
 
     def __init__(self, browser: Browser, session: str, target: str) -> None:
@@ -145,6 +145,8 @@ class Page:
         self._target = target
         self.errors: list[str] = []
         self.requests: list[str] = []
+        self.refused: list[str] = []
+        self._asked: dict[str, str] = {}
 
     def take(self, method: str, params: dict[str, Any]) -> None:
         """An event of the protocol."""
@@ -157,6 +159,9 @@ class Page:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}".strip())
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+            self._asked[params["requestId"]] = params["request"]["url"]
+        elif method == "Network.loadingFailed" and params.get("blockedReason") == "csp":
+            self.refused.append(self._asked.get(params["requestId"], ""))
 
     def call(self, method: str, timeout: float = 60, **params: Any) -> dict[str, Any]:
         """One command of the protocol, to this page."""

@@ -20,7 +20,7 @@ function showNumber(value) {
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(2);
 }
 
-const SHOW = { bytes: showBytes, ns: showTime, number: showNumber, name: (value) => value || "(root)" };
+const SHOW = { bytes: showBytes, ns: showTime, number: showNumber, name: (value) => value || "(root)", text: String };
 
 function element(tag, options = {}, ...children) {
   const made = document.createElement(tag);

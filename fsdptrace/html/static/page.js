@@ -240,16 +240,18 @@ function memory() {
   }
 }
 
+const TEXTS = new Set(["name", "text"]);
+
 function table(data) {
   const body = element("tbody");
   const rows = data.rows.map((cells, i) => ({ cells, marked: data.marked[i] }));
   const fill = () => body.replaceChildren(...rows.map(({ cells, marked }) => element("tr", { class: marked ? "marked" : "" },
-    ...cells.map((cell, i) => element("td", { class: data.columns[i].type === "name" ? "name" : "num" }, SHOW[data.columns[i].type](cell))))));
+    ...cells.map((cell, i) => element("td", { class: data.columns[i].type === "name" ? "name" : TEXTS.has(data.columns[i].type) ? "text" : "num" }, SHOW[data.columns[i].type](cell))))));
   let sorted = -1, down = true;
   const titles = data.columns.map((column, i) => {
-    const cell = element("th", { scope: "col", title: "sort" }, column.title);
+    const cell = element("th", { scope: "col", title: "sort", class: TEXTS.has(column.type) ? "text" : "" }, column.title);
     cell.addEventListener("click", () => {
-      down = sorted === i ? !down : column.type !== "name";
+      down = sorted === i ? !down : !TEXTS.has(column.type);
       sorted = i;
       rows.sort((a, b) => (down ? -1 : 1) * (a.cells[i] < b.cells[i] ? -1 : a.cells[i] > b.cells[i] ? 1 : 0));
       fill();
@@ -265,7 +267,6 @@ function tables() {
     $("units").append(element("h2", {}, data.title));
     if (!data.rows.length) { $("units").append(element("p", { class: "muted" }, "no step whose events are all in the files")); continue; }
     $("units").append(element("p", { class: "muted" }, data.note), table(data));
-    if (data.uncovered && data.uncovered.length) $("units").append(element("p", { class: "muted" }, `in no unit: ${data.uncovered.join(", ")}`));
   }
 }
 

@@ -1,0 +1,214 @@
+"""What of a rank is shown: its calls, its collectives, when each unit was gathered and computed, bytes, violations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fsdptrace import events as ev
+from fsdptrace.analysis import ProcessTrace, read_process
+from fsdptrace.analysis.process import StepPart
+from fsdptrace.analysis.sources import Source
+from fsdptrace.analysis.timeline import ENDS, Hold, ModelTimes, ProcessTimes
+from fsdptrace.analysis.workers import Advance
+from fsdptrace.model_map import ModelMap, show_name
+from fsdptrace.summary import rows_of
+from fsdptrace_exporters.perfetto.sink import Sink, Slice, Template, Value, nest
+
+_PER_PROCESS = 1 << 24  # numbers of tracks and arrows of one process
+_STEPS, _FOUND, _BYTES, _CALLS, _COLLECTIVES, _UNITS = (100 * place for place in range(1, 7))
+#: Kinds that are no call: the step's line is a slice of another track, a change of parameters has the times of its
+#: optimizer's step, of which the number of groups says as much.
+_NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE))
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was written of one rank."""
+
+    slices: int = 0
+    flows: int = 0
+    violations: int = 0
+    events: int = 0
+
+
+@dataclass(slots=True)
+class RankTracks:
+    """Writes one rank.
+
+    Args:
+        sink: the trace.
+        number: of the process in the trace, from 1.
+        offset: what its times lack to Unix time, in ns.
+        wanted: whether a step (model, number) is shown.
+    """
+
+    sink: Sink
+    number: int
+    offset: int
+    wanted: Callable[[int, int], bool]
+    counts: Counts = field(default_factory=Counts)
+    _tracks: dict[tuple[str, str, int], int] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], Template] = field(default_factory=dict)
+    _times: ProcessTimes = field(init=False)
+    _steps: list[Slice] = field(default_factory=list)
+    _shown: set[tuple[int, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._times = ProcessTimes(self.wanted)
+
+    def write(self, source: Source, order: int, advance: Advance) -> None:
+        """Reads the files of the rank and writes its tracks; ``advance`` is told how many bytes were read."""
+        header = source.header
+        role = f"{header.role} " if header.role else ""
+        self.sink.process(self.number, f"{role}rank {header.rank}", order, f"{header.host}, pid {header.pid}")
+        trace = read_process(source, self._part, advance)
+        self._times.finish()
+        self._put("", "steps", _STEPS, self._steps)
+        self._violations(trace)
+        self._bytes()
+        for model, times in sorted(self._times.models.items()):
+            self._units(model, times)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+    def _part(self, part: StepPart) -> None:
+        if not self.wanted(part.map.model, part.step):
+            return
+        self._times(part)
+        times = self._times.models.get(part.map.model)
+        served = dict(times.served) if times is not None else {}
+        if times is not None:
+            times.served.clear()
+        issued = set(served.values())
+        threads: dict[int, list[Slice]] = {}
+        low, high = 1 << 62, 0
+        for record in rows_of(part.records):
+            kind, seq, t0, t1, _group, _parent, context = record[: ev.A]
+            self.counts.events += 1
+            if kind != ev.STEP:  # which is written when the next one begins
+                low, high = min(low, t0), max(high, t1)
+            if kind in _NO_CALLS:
+                continue
+            item = Slice(t0 + self.offset, t1 + self.offset, self._call(part, record), seq, part.step)
+            if kind == ev.WAIT and seq in served:
+                item.flow_in = self._flow(served[seq])
+                self.counts.flows += 1
+            elif kind == ev.UNSHARD and seq in issued:
+                item.flow_out = self._flow(seq)
+            threads.setdefault(context // ev.THREAD_UNIT, []).append(item)
+        model = part.map.model
+        of = f" of model {model}" if model else ""
+        for thread, slices in threads.items():
+            self._put("", f"calls{of}, thread {thread}" if thread else f"calls{of}", _CALLS + 10 * model + thread, slices)
+        if high:
+            self._shown.add((part.map.model, part.step))
+            name = f"step {part.step}" + (f" of model {part.map.model}" if part.map.model else "")
+            unfinished = {} if part.line is not None else {"finished": "no"}
+            self._steps.append(Slice(low + self.offset, high + self.offset, Template(name, "step", unfinished)))
+
+    def _flow(self, seq: int) -> int:
+        return self.number * (1 << 40) + seq
+
+    def _call(self, part: StepPart, record: Sequence[int]) -> Template:
+        kind, group, context = record[ev.KIND], record[ev.GROUP], record[ev.CONTEXT]
+        key = (part.map.model, kind, group, context % 4, *record[ev.A :])
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) > 100_000:
+                self._known.clear()
+            args = _arguments(part, record)
+            name = ev.KINDS[kind] + (f" {show_name(part.map.fqn(group))}" if group >= 0 else "")
+            if kind in (ev.REGION, ev.RECOMPUTE) and args.get("name"):
+                name += f" {args['name']}"
+            known = self._known[key] = Template(name, ev.PASSES[context % 4], args)
+        return known
+
+    # -- what lies behind the calls -----------------------------------------------------------------------------------
+    def _units(self, model: int, times: ModelTimes) -> None:
+        names = {group.id: show_name(group.fqn) for group in times.map.groups}
+        of_group: dict[int, list[Slice]] = {}
+        pending: list[Slice] = []
+        for hold in times.holds:
+            of_group.setdefault(hold.group, []).append(self._hold(times.map, hold))
+            if hold.ready and hold.seq:
+                what = Template(f"all-gather {names[hold.group]}", "collective", {"bytes": hold.bytes})
+                pending.append(Slice(hold.t0 + self.offset, hold.ready + self.offset, what, hold.seq))
+        for use in times.uses:
+            pass_ = ev.PASSES[use.pass_]
+            what = Template(f"computing ({pass_})", pass_)
+            of_group.setdefault(use.group, []).append(Slice(use.t0 + self.offset, use.t1 + self.offset, what, use.seq))
+        several = f" of {times.map.root} (model {model})" if len(self._times.models) > 1 else ""
+        self._put("", f"all-gathers from issue to use{several}", _COLLECTIVES, pending)
+        for group in times.map.groups:
+            if group.id in of_group:
+                self._put(f"units{several}", show_name(group.fqn), _UNITS + group.id, of_group[group.id])
+
+    def _hold(self, model: ModelMap, hold: Hold) -> Slice:
+        args: dict[str, Value] = {"bytes": hold.bytes, "used": "yes" if hold.used else "no", "freed by": ENDS[hold.end]}
+        if hold.issuer >= 0:
+            args["asked for by"] = show_name(model.fqn(hold.issuer))
+        if hold.ready:
+            args["issue to use, ns"] = hold.ready - hold.t0
+        name = "gathered" if hold.used or hold.end == ENDS.index("open") else "gathered, never used"
+        return Slice(
+            hold.t0 + self.offset, hold.t1 + self.offset, Template(name, ev.PASSES[hold.pass_], args), hold.seq or None
+        )
+
+    def _bytes(self) -> None:
+        for place, (model, times) in enumerate(sorted(self._times.models.items())):
+            if not times.levels:
+                continue
+            name = "gathered bytes" + (f" of model {model}" if len(self._times.models) > 1 else "")
+            track = self.number * _PER_PROCESS + len(self._tracks) + 1
+            self._tracks["counter", name, 0] = track
+            self.sink.counter(track, self.number, name, _BYTES + place)
+            for at, value in times.levels:
+                self.sink.value(track, at + self.offset, value)
+
+    def _violations(self, trace: ProcessTrace) -> None:
+        for data in trace.violations:
+            if (data["model"], data["step"]) not in self._shown or not isinstance(data.get("t0"), int):
+                continue
+            evidence = ", ".join(map(str, data["evidence"]))
+            what = Template(f"{data['severity']}: {data['rule']} {show_name(data['fqn'])}", f"violation,{data['severity']}", {
+                "message": data["message"], "what to change": data["hint"], "step": data["step"], "bytes": data["bytes"],
+                "evidence": evidence,
+            })  # fmt: skip
+            self.sink.instant(self._track("", "found", _FOUND, 0), data["t0"] + self.offset, what)
+            self.counts.violations += 1
+
+    # -- tracks --------------------------------------------------------------------------------------------------------
+    def _put(self, group: str, name: str, order: int, slices: Sequence[Slice]) -> None:
+        for lane, items in nest(slices):
+            self.sink.slices(self._track(group, name, order, lane), items)
+            self.counts.slices += len(items)
+
+    def _track(self, group: str, name: str, order: int, lane: int) -> int:
+        number = self._tracks.get((group, name, lane))
+        if number is None:
+            number = self.number * _PER_PROCESS + len(self._tracks) + 1
+            self._tracks[group, name, lane] = number
+            self.sink.track(number, self.number, f"{name} ({lane + 1})" if lane else name, order, group)
+        return number
+
+    def put_foreign(self, group: str, name: str, order: int, slices: Sequence[Slice]) -> None:
+        """Slices that another tool recorded of this rank, already in Unix time."""
+        self._put(group, name, 10_000 + order, slices)
+
+
+def _arguments(part: StepPart, record: Sequence[int]) -> Mapping[str, Value]:
+    """The fields of the record's kind, with units' names for their ids."""
+    codecs = {spec.name: spec.codec for spec in ev.SPECS[record[ev.KIND]].fields}
+    args: dict[str, Value] = {}
+    for name, value in ev.decode(record, part.step, part.texts, part.map.tensors).data.items():
+        codec = codecs.get(name, "")
+        if value is None or value == "":
+            continue
+        if codec == "group":
+            value = show_name(part.map.fqn(value))
+        elif codec == "unit":
+            value = show_name(part.map.units[value].fqn)
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        args[name] = value
+    return args
