@@ -52,14 +52,17 @@ _LINES: Final = (
         "`step`",
         "a step ended",
         "the fields of `step`, and `counts`: events of the step by kind. Of steps that are not written in full this line and "
-        "the violations are all there is. `step_dropped`: events of it that did not fit in memory",
+        "the violations are all there is. `step_dropped`: events of it that did not fit in memory. `comm`: by mesh, gathers "
+        "by pass (`gathers_forward`, …), `noops`, `wasted` (freed unused), reductions, bytes gathered and received "
+        "(`…_wire_bytes`); zeros are left out",
     ),
     (
         "`heartbeat`",
         "about once a second",
         "`t` (ns), `last` (newest `seq`), `step` (the running one; `steps` by model where there are several), `collective` "
-        "(`kind`, `model`, `group`, `which`: entered and not left), `dropped`. Where nothing was begun since the heartbeat "
-        "before: `moved` (ns, since when), and in the first and each tenth of them `at` (newest event), `held` (bytes and "
+        "(`kind`, `model`, `group`, `which`: entered and not left), `dropped`, `drain_ns` (CPU time of the drain thread). "
+        "Where nothing was begun since the heartbeat before: `moved` (ns, since when), and in the first and each tenth of them "
+        "`at` (newest event), `held` (bytes and "
         "groups, open or pending, by model), `stack` (innermost frame of the training thread, and of the program's own code)",
     ),
     (
@@ -72,6 +75,12 @@ _LINES: Final = (
         "the process was told to end, by SIGTERM or SIGABRT",
         "`signal` (name), `t`, `last`, `at`, `held`, `stack`, `collective`",
     ),
+    (
+        "`active_span`",
+        "with exporters: a step began under an OpenTelemetry span of the program's own",
+        "`model`, `step`, `traceparent` (W3C)",
+    ),
+    ("`thinned`", "the part was cut down, as `max_bytes` demands", "`events`: how many of it went"),
     (
         "`end`",
         "the process closed its file; a file without it is of one that died or still runs",

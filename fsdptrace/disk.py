@@ -153,11 +153,13 @@ class TraceWriter:
         self.written += len(data)
 
     def _make_room(self, needed: int) -> None:
+        # An exporter may have removed what it delivered.
+        self._parts[:-1] = [part for part in self._parts[:-1] if _still_there(part)]
         limit = self.max_bytes - self.max_bytes // _PARTS  # the rest is for the tail
         while sum(part.size for part in self._parts) + needed > limit:
             old = self._parts[:-1]
             if full := next((part for part in old if not part.thinned), None):
-                self._rewrite(full, lambda line: _KEPT_LINE.search(line, 0, 120) is not None)
+                self._rewrite(full, lambda line: _KEPT_LINE.search(line, 0, 120) is not None, told=True)
                 full.thinned = True
             elif thin := next((part for part in old if not part.bare), None):
                 if thin is self._parts[0] and thin.path == self.path:
@@ -169,16 +171,23 @@ class TraceWriter:
             else:
                 return
 
-    def _rewrite(self, part: _Part, wanted: Callable[[bytes], bool]) -> None:
+    def _rewrite(self, part: _Part, wanted: Callable[[bytes], bool], told: bool = False) -> None:
+        """Cuts a part down to the lines that are ``wanted``; ``told`` adds a line with the number of events that went."""
         temporary = part.path.with_suffix(".thin")
         with open(part.path, "rb") as source:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            size = 0
+            size = gone = 0
             try:
                 for line in source:
                     if wanted(line):
                         _write_all(fd, line)
                         size += len(line)
+                    else:
+                        gone += line.startswith(b'{"seq":')
+                if told and gone:
+                    line = b'{"kind":"thinned","events":%d}\n' % gone
+                    _write_all(fd, line)
+                    size += len(line)
             finally:
                 os.close(fd)
         os.replace(temporary, part.path)
@@ -189,6 +198,16 @@ class TraceWriter:
         self.complain(f"cannot write {self.path}: {self.failed}. The trace stops here; checks and training go on.")
 
 
+def _still_there(part: _Part) -> bool:
+    try:
+        part.size = os.stat(part.path).st_size
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def _write_all(fd: int, data: bytes, offset: int | None = None) -> None:
     view = memoryview(data)
     while view:
@@ -196,6 +215,11 @@ def _write_all(fd: int, data: bytes, offset: int | None = None) -> None:
         view = view[count:]
         if offset is not None:
             offset += count
+
+
+def spool_folder() -> Path:
+    """Where files go that only an exporter wants: a folder of the user's own under the temporary folder, on this node."""
+    return Path(tempfile.gettempdir()) / f"fsdptrace-spool-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def choose_folder(out: str | None, complain: Callable[[str], None]) -> Path:

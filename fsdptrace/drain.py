@@ -11,6 +11,7 @@ from fsdptrace import events as ev
 from fsdptrace.files import step_line
 from fsdptrace.ring import StepRecords
 from fsdptrace.standing import Movement, collective, details, entered, newest
+from fsdptrace.totals import Totals
 
 if TYPE_CHECKING:
     from fsdptrace.session import Session
@@ -47,6 +48,7 @@ class Drain:
         self._stood = 0
         self._announced = 0
         self._told_dropped = 0
+        self._totals: dict[int, Totals] = {}
         self.written_events = 0
         self.busy_ns = 0
 
@@ -61,6 +63,7 @@ class Drain:
         while not self.stopping.is_set():
             try:
                 self.cycle(PAUSE if self._session.options.flush == "none" else 0.0)
+                self._session.look_after_exporter()
             except Exception as error:  # whatever happens here must not show in training
                 self._session.complain(f"the drain thread failed and the trace stops here: {error!r}")
                 return
@@ -130,10 +133,12 @@ class Drain:
                 return
         with ring.lock:
             finished = ring.take()
+        self._write_spans()
         for step in finished:
             self._finish(step, pause)
         now = time.monotonic()
         for step in list(ring.running.values()):
+            self._count(step, pause)
             if self.wanted(step):
                 self._write(step, pause)
             elif now - self._last_tail >= HEARTBEAT and step.records:
@@ -149,10 +154,12 @@ class Drain:
             return
         if self.wanted(step):
             self._write(step, pause, keep_last=True)
+        self._count(step, pause)
+        comm = self._totals[step.model].take()
         writer = self._session.writer
         assert writer is not None
         with self.lock:
-            line = step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut)
+            line = step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut, comm)
             self._write_models()
             writer.write(line)
             step.written = len(step.records)
@@ -189,6 +196,34 @@ class Drain:
             if pause:
                 time.sleep(pause)
 
+    def _count(self, step: StepRecords, pause: float) -> None:
+        """Adds up what of ``step`` has not been."""
+        totals = self._totals.get(step.model)
+        if totals is None:
+            totals = self._totals[step.model] = Totals()
+        totals.use(self._session.models[step.model])
+        while True:
+            with self._session.ring.lock:
+                start = max(0, step.counted - step.base)
+                chunk = step.records[start : start + BATCH]
+                step.counted = step.base + start + len(chunk)
+            if not chunk:
+                return
+            totals.feed(chunk)
+            if pause:
+                time.sleep(pause)
+
+    def _write_spans(self) -> None:
+        """The lines that say which spans of the program's own were active when steps began."""
+        session = self._session
+        while session.active_spans:
+            model, step, traceparent = session.active_spans.popleft()
+            with self.lock:
+                if session.writer is not None:
+                    session.writer.write(
+                        f'{{"kind":"active_span","model":{model},"step":{step},"traceparent":"{traceparent}"}}\n'
+                    )
+
     def _write_tail(self, step: StepRecords, pause: float = PAUSE) -> None:
         session = self._session
         with self.lock:
@@ -219,6 +254,7 @@ class Drain:
             beat["collective"] = inside
         if dropped:
             beat["dropped"] = dropped
+        beat["drain_ns"] = self.busy_ns
         self._stood = self._stood + 1 if last == self._movement.last else 0
         if self._stood:
             beat["moved"] = moved
@@ -272,6 +308,7 @@ class Drain:
                 return
             with session.ring.lock:
                 finished = session.ring.take()
+            self._write_spans()
             for step in finished:
                 self._finish(step, 0.0)
             for step in session.ring.running.values():

@@ -134,15 +134,23 @@ class LineFormatter:
 
 
 def step_line(
-    formatter: LineFormatter, records: Sequence[int], step: int, dropped: int, cut: Mapping[int, int] | None = None
+    formatter: LineFormatter,
+    records: Sequence[int],
+    step: int,
+    dropped: int,
+    cut: Mapping[int, int] | None = None,
+    comm: Mapping[str, Mapping[str, int]] | None = None,
 ) -> str:
-    """The line of a finished step: its ``step`` record, with the step's events by kind, those of ``cut`` included."""
+    """The line of a finished step: its ``step`` record, with the step's events by kind, those of ``cut`` included, and with
+    ``comm``, its gathers and reductions by mesh."""
     kinds = Counter(records[ev.KIND :: ev.WIDTH])
     kinds.update(cut or {})
     counts = {ev.KINDS[kind]: number for kind, number in sorted(kinds.items()) if kind != ev.STEP and number}
     at = len(records) - ev.WIDTH
     line = formatter.lines(records, at, at + ev.WIDTH, step).rstrip("\n")
     extra = f',"step_dropped":{dropped}' if dropped else ""
+    if comm:
+        extra += f',"comm":{json.dumps(comm, separators=(",", ":"))}'
     return f'{line[:-1]},"counts":{json.dumps(counts, separators=(",", ":"))}{extra}}}\n'
 
 

@@ -22,7 +22,11 @@ class Options:
     Attributes:
         out: folder for the files; default ``./fsdptrace-out``, or one under the temporary folder where that cannot be
             written. Files go to ``out/{run_id}/``.
-        exporters: names of the entry-point group ``fsdptrace.exporters``; they run in a process of their own.
+        exporters: names of the entry-point group ``fsdptrace.exporters`` (``"otlp"``, ``"prometheus"``); they run in one
+            process of their own per node, which follows the files. Without ``out`` these lie in a spool folder on the node
+            and are removed when everything is delivered.
+        detail_ranks: ranks whose units exporters show one by one (``"all"`` for every one), beside those with a violation;
+            rank 0 when not given.
         checks: rules to run: ``None`` the default ones, names to choose, ``"-name"`` to leave one out, ``False`` none.
         on_violation: ``"warn"`` (errors at once, the rest in one line at the end), ``"record"``, ``"raise"`` (severity
             ``error`` only), a function of the violation (what it raises stops the run), or a mapping of these by rule name
@@ -42,6 +46,7 @@ class Options:
 
     out: str | None = None
     exporters: tuple[str, ...] = ()
+    detail_ranks: tuple[int, ...] | str | None = None
     checks: tuple[str, ...] | bool | None = None
     on_violation: str | Callable[..., None] | Mapping[str, Any] = "warn"
     raise_until_step: int | None = None
@@ -70,6 +75,7 @@ class Options:
             self.schedule,
             self.flush,
             self.exporters,
+            self.detail_ranks,
         )
 
 
@@ -92,6 +98,11 @@ def resolve(**given: Any) -> Options:
             values[name] = (value,)
         elif isinstance(value, Sequence):
             values[name] = tuple(value)
+    ranks = values.get("detail_ranks")
+    if isinstance(ranks, int):
+        values["detail_ranks"] = (ranks,)
+    elif ranks is not None and ranks != "all":
+        values["detail_ranks"] = tuple(ranks)
     if values.get("out") is not None:
         if not isinstance(values["out"], (str, os.PathLike)):
             raise ValueError(f"out: {values['out']!r} is not a path")
@@ -172,6 +183,7 @@ def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
     return {
         "out": ("OUT", str),
         "exporters": ("EXPORT", _names),
+        "detail_ranks": ("DETAIL_RANKS", _ranks),
         "checks": ("CHECKS", _checks),
         "on_violation": ("ON_VIOLATION", _policy),
         "raise_until_step": ("RAISE_UNTIL_STEP", int),
@@ -202,7 +214,11 @@ def _check(options: Options) -> None:
     if options.schedule is not None and not callable(options.schedule):
         raise ValueError("schedule: not a function of a step number; use torch.profiler.schedule(wait=..., active=...)")
     if options.exporters:
-        _check_exporters(options.exporters)
+        check_exporters(options.exporters)
+    ranks = options.detail_ranks
+    if ranks is not None and ranks != "all":
+        if not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+            raise ValueError(f"detail_ranks: {ranks!r} is neither 'all' nor some ranks such as (0, 8)")
     if options.rule_options:
         registry.check_names(options.rule_options, "rule_options")
     for name in ("run_id", "role"):
@@ -211,11 +227,16 @@ def _check(options: Options) -> None:
             raise ValueError(f"{name}: {value!r} cannot be part of a path; use letters, digits, '.', '_' and '-'")
 
 
-def _check_exporters(names: tuple[str, ...]) -> None:
+def check_exporters(names: tuple[str, ...]) -> None:
+    """Whether there are exporters of these names.
+
+    Raises:
+        ValueError: there is none of one of them; the message names those that are installed.
+    """
     from importlib.metadata import entry_points
 
     known = sorted(entry.name for entry in entry_points(group="fsdptrace.exporters"))
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in (name.partition(":")[0] for name in names) if name not in known]
     if unknown:
         there = f"installed are {', '.join(known)}" if known else "none is installed"
         raise ValueError(
@@ -243,6 +264,12 @@ def parse_bytes(text: str) -> int:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(part for part in re.split(r"[,\s]+", text) if part)
+
+
+def _ranks(text: str) -> tuple[int, ...] | str:
+    if text == "all":
+        return text
+    return tuple(int(part) for part in _names(text))
 
 
 def _checks(text: str) -> tuple[str, ...] | bool:

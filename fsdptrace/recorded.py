@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
@@ -84,6 +85,15 @@ class Recorded:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         if self.before_collective is None:  # else it is done anyway
             self.session.drain.announce(model, self.context.shared[ENTERED], self.context.shared[WHICH])
+
+    def begin_step(self) -> None:
+        """Notes the span of the program's own that is active, for exporters to link to; nothing without OpenTelemetry."""
+        trace = sys.modules.get("opentelemetry.trace")
+        if trace is not None and self.session.options.exporters:
+            context = trace.get_current_span().get_span_context()
+            if context.is_valid:
+                parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+                self.session.active_spans.append((self.context.model, self.engine.tracker.step_number, parent))
 
     def end_step(self, model: int | None = None) -> None:
         """Closes the running step; nothing when nothing happened in it."""

@@ -26,6 +26,7 @@ class StepRecords:
     """The raw records of one step of one model, and how much of them has been written.
 
     ``base`` counts the integers that were cut off the front (written before, or dropped), ``cut`` their events by kind.
+    ``counted`` is how many integers from the step's begin were added up for its line.
     """
 
     model: int
@@ -37,6 +38,7 @@ class StepRecords:
     violations: int = 0
     exceptions: int = 0
     cut: Counter[int] = field(default_factory=Counter)
+    counted: int = 0
 
     @property
     def events(self) -> int:

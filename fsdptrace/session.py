@@ -23,8 +23,9 @@ from fsdptrace._version import __version__
 from fsdptrace.checks.base import Violation
 from fsdptrace.checks.policy import QuietLog, logger
 from fsdptrace.checks.tracker import Tracker
-from fsdptrace.disk import TraceWriter, choose_folder
+from fsdptrace.disk import TraceWriter, choose_folder, spool_folder
 from fsdptrace.drain import Drain
+from fsdptrace.exporting import Exporter
 from fsdptrace.files import LineFormatter
 from fsdptrace.model_map import ModelMap
 from fsdptrace.options import Options, safe_name
@@ -86,6 +87,8 @@ class Session:
         self._naming = threading.Lock()
         self.writer: TraceWriter | None = None
         self.shared: dict[int, list[int]] = {}
+        self.active_spans: deque[tuple[int, int, str]] = deque(maxlen=1000)
+        self._exporter: Exporter | None = None
         self.closed = False
         self.ended_by = ""
         self._keeping = threading.Lock()
@@ -118,7 +121,9 @@ class Session:
         if self.writer is not None:
             return not self.writer.failed
         self.settle_run_id()
-        folder = choose_folder(self.options.out, self.complain) / safe_name(self.run_id)
+        spooled = bool(self.options.exporters) and self.options.out is None
+        out = spool_folder() if spooled else self.options.out
+        folder = choose_folder(None if out is None else str(out), self.complain) / safe_name(self.run_id)
         role = f"{self.options.role}-" if self.options.role else ""
         name = f"{role}rank{self.identity.rank:05d}.{self.host}-{self.pid}"
         for attempt in range(100):
@@ -133,7 +138,12 @@ class Session:
             self.new_models.clear()  # they are in what the file begins with
             try:
                 writer.open()
+                if self.options.exporters:
+                    self._exporter = Exporter(folder, self.options, spooled, self.complain)
+                    self._exporter.look_after()
                 return True
+            except FileNotFoundError:  # an exporter removed the folder of an earlier recording just now
+                continue
             except FileExistsError:  # another session of this process, or an old file under the same pid
                 continue
             except OSError as error:
@@ -141,6 +151,11 @@ class Session:
                 self.complain(f"cannot write to {folder}: {writer.failed}. There is no trace; checks and training go on")
                 return False
         return False
+
+    def look_after_exporter(self) -> None:
+        """Called by the drain about once a second: an exporter that is gone is started again."""
+        if self._exporter is not None:
+            self._exporter.look_after()
 
     def _preamble(self) -> str:
         return _line(self.header()) + "".join(_line(model.to_json()) for model in self.models.values())

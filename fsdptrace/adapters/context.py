@@ -87,6 +87,10 @@ class Owner(Protocol):
         """A step of ``model`` is over."""
         ...
 
+    def begin_step(self) -> None:
+        """A step begins with an outermost forward."""
+        ...
+
     def annotate(self, error: BaseException, seq: int = 0) -> None:
         """Adds what is known to an exception that leaves the model, and what rules found in it at event ``seq``."""
         ...
@@ -169,6 +173,8 @@ class Context:
         grad = torch.is_grad_enabled()
         if grad and shared[STEPPED]:
             self.owner.end_step(self.model)
+        if not shared[BUSY]:
+            self.owner.begin_step()
         seq = next(self.ids)
         shared[TOP] = seq
         shared[PARENT] = 0

@@ -19,7 +19,7 @@ from fsdptrace.analysis.sources import Header, Problem, Source
 from fsdptrace.analysis.steplines import StepLine, StepLines
 from fsdptrace.model_map import ModelMap
 
-_BAD_LINE: tuple[type[Exception], ...] = (
+BAD_LINE: tuple[type[Exception], ...] = (
     *PARSE_ERRORS, KeyError, TypeError, IndexError, AttributeError, OverflowError,
 )  # fmt: skip
 KEPT_VIOLATIONS = 200_000  # violation lines of one process that are looked at; the rest is counted
@@ -100,7 +100,7 @@ class ProcessTrace:
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningStep:
     """The step of one model that is being read."""
 
     step: int
@@ -123,7 +123,7 @@ def read_process(
 
     Lines that cannot be read are counted and named in ``problems``, never fatal.
     """
-    reader = _Reader(ProcessTrace(source), sink or (lambda part: None), advance)
+    reader = LineReader(ProcessTrace(source), sink or (lambda part: None), advance)
     for part in source.parts:
         reader.read(part)
     if source.tail is not None and reader.trace.end is None:
@@ -132,13 +132,15 @@ def read_process(
     return reader.trace
 
 
-class _Reader:
-    def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None], advance: Callable[[int], None]) -> None:
+class LineReader:
+    """Takes the lines of one process in turn; ``sink`` gets every step. :func:`read_process` is the usual way to use it."""
+
+    def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None], advance: Callable[[int], None] = _nobody) -> None:
         self.trace = trace
         self._sink = sink
         self._advance = advance
         self._texts = ev.Texts()
-        self._running: dict[int, _Running] = {}
+        self.running: dict[int, RunningStep] = {}
         self._known: set[int] | None = None  # while a tail is read: events that the file itself has
         self._forms = scan.Forms()
         self._bad: list[int] = []
@@ -148,7 +150,7 @@ class _Reader:
     def read(self, path: Path, tail: bool = False) -> None:
         self._bad, self._torn = [], False
         if tail:
-            self._known = {seq for running in self._running.values() for seq in running.records[ev.SEQ :: ev.WIDTH]}
+            self._known = {seq for running in self.running.values() for seq in running.records[ev.SEQ :: ev.WIDTH]}
         number = 0
         try:
             with open(path, "rb") as stream:
@@ -198,13 +200,13 @@ class _Reader:
         raw = scan.whole(row)
         try:
             data = parse(raw)
-            record = self._take(data)
+            record = self.take(data)
             if record is not None and row[0]:
                 self._forms.learn(row, record, data["step"])
-        except _BAD_LINE:
+        except BAD_LINE:
             self._bad.append(number)
             self._torn = not raw.endswith(b"\n")
-            for running in self._running.values():
+            for running in self.running.values():
                 running.damaged |= not self._torn
 
     def _tell(self, path: Path, bad: list[int], torn: bool) -> None:
@@ -219,8 +221,23 @@ class _Reader:
                 Problem(path, f"{word} {shown} cannot be read (damaged, or of another version); the rest is used")
             )
 
-    def _take(self, data: dict[str, Any]) -> tuple[int, ...] | None:
-        """Takes a line up; the record, where it is one of an event."""
+    def line(self, raw: bytes) -> None:
+        """One whole line; raises one of :data:`BAD_LINE` when it cannot be read."""
+        row = scan.cut(raw)
+        form = self._forms.known.get((row[1], row[6])) if row[0] else None
+        if form is not None and self.trace.entered is None:
+            _, _, t0, t1, step, parent, _, _ = row
+            model, kind, group, context, *data = form
+            record = [kind, int(row[0]), int(t0), int(t1), group, int(parent or 0), context, *data]
+            self._take_batch((model, step), record)
+            return
+        parsed = parse(raw)
+        learned = self.take(parsed)
+        if learned is not None and row[0]:
+            self._forms.learn(row, learned, parsed["step"])
+
+    def take(self, data: dict[str, Any]) -> tuple[int, ...] | None:
+        """Takes a parsed line up; the record, where it is one of an event."""
         if "schema" in data:
             return None
         kind = data["kind"]
@@ -274,10 +291,10 @@ class _Reader:
             trace.exceptions = [*trace.exceptions[-9:], (running.step, str(data.get("type", "")), fqn)]
         return record
 
-    def _step_of(self, model: int, step: int) -> _Running:
-        running = self._running.get(model)
+    def _step_of(self, model: int, step: int) -> RunningStep:
+        running = self.running.get(model)
         if running is None:
-            running = self._running[model] = _Running(int(step))
+            running = self.running[model] = RunningStep(int(step))
         elif step != running.step:
             if running.sent is not None and step <= running.sent:
                 self._out_of_order = self._out_of_order or f"step {step} comes again after step {running.sent}"
@@ -340,7 +357,7 @@ class _Reader:
 
     def _flush(self, model: int, line: StepLine | None, at_end: bool = False) -> None:
         """Hands the running step on and begins the next one."""
-        running = self._running[model]
+        running = self.running[model]
         contiguous = running.step == 0 if running.sent is None else running.step == running.sent + 1
         records, running.records = running.records, array("q")
         running.violations = 0
@@ -386,7 +403,7 @@ class _Reader:
 
     def finish(self) -> None:
         """The end of the files: what is left belongs to steps that were not finished."""
-        for model, running in list(self._running.items()):
+        for model, running in list(self.running.items()):
             if running.records or running.violations:
                 self.trace.running_step[model] = running.step
                 self.trace.running_events[model] = len(running.records) // ev.WIDTH
@@ -397,7 +414,7 @@ class _Reader:
             self.trace.problems.append(Problem(self.trace.source.path, said))
 
 
-def _all_there(running: _Running, counts: Mapping[str, int]) -> bool:
+def _all_there(running: RunningStep, counts: Mapping[str, int]) -> bool:
     """Whether every event that the step's line counts was read."""
     seen = Counter(running.records[ev.KIND :: ev.WIDTH])
     return running.violations >= counts.get("violation", 0) and all(

@@ -46,6 +46,12 @@ def rows(stream: BinaryIO, advance: Callable[[int], None]) -> Iterator[list[Row]
         yield _LINE.findall(left)
 
 
+def cut(line: bytes) -> Row:
+    """One line, cut."""
+    row: Row = _LINE.findall(line)[0]
+    return row
+
+
 def whole(row: Row) -> bytes:
     """The line that ``row`` was cut from."""
     seq, head, t0, t1, step, parent, rest, other = row

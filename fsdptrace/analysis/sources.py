@@ -50,6 +50,7 @@ class Header:
     coverage: tuple[str, ...]
     unix_ns: int
     perf_counter_ns: int
+    local_rank: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Header:
@@ -70,6 +71,7 @@ class Header:
             coverage=tuple(str(line) for line in coverage) if isinstance(coverage, list) else (),
             unix_ns=_int(clock.get("unix_ns")),
             perf_counter_ns=_int(clock.get("perf_counter_ns")),
+            local_rank=_int(data.get("local_rank")),
         )
 
 

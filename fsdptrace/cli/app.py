@@ -268,6 +268,37 @@ def doctor(json: Json = False) -> None:
 
 
 @app.command()
+def export(
+    folder: Folder = None,
+    to: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            "--to", metavar="NAME[:ARGUMENT]", help="otlp, prometheus[:HOST:PORT] or otlp-json:FILE; repeat for several"
+        ),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="go on while the files grow, until interrupted")] = False,
+    run: RunId = None,
+    detail_ranks: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="RANKS", help="ranks whose units are shown: 0,8, all or none; those with a violation always are"),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="send what was delivered before, too")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="remove files once they are delivered")] = False,
+    exit_after: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(metavar="SECONDS", help="with --follow: stop so long after the last process ended"),
+    ] = None,
+) -> None:
+    """Sends a run to OpenTelemetry or Prometheus, once or while it grows; where to, the OTEL_* variables say."""
+    with _clear():
+        from fsdptrace_exporters.__main__ import export as run_export
+
+        status = run_export(folder or default_folder(), to or [], follow, run, detail_ranks, remove, again, exit_after)
+    sys.stdout.flush()
+    os._exit(status)  # threads that wait for a back end are not waited for
+
+
+@app.command()
 def demo(
     leak: Annotated[
         Optional[bool],  # noqa: UP045

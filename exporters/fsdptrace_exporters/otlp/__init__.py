@@ -1,0 +1,1 @@
+"""OpenTelemetry: traces, metrics and logs over OTLP, and as OTLP JSON in files."""
