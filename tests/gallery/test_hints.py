@@ -238,7 +238,11 @@ def test_left_open_by_hand(found: Any) -> None:
 
         steps(model, 2, before_step=between)
 
-    hint = only(found(layers, export), "unpaired-unshard").hint
+    said = found(layers, export)
+    assert {v.rule for v in said} == {"unpaired-unshard", "stale-weights"}  # the second step computes with the first one's copy
+    assert said[1].hint.startswith("Call 1.reshard() before its parameters change")
+    assert found(layers, lambda model: export(model, said[1].hint)) == []
+    hint = said[0].hint
     assert hint == "Call 1.reshard() when you are done with the gathered parameters, before the optimizer's step."
     assert found(layers, lambda model: export(model, hint)) == []
 
@@ -345,10 +349,13 @@ def test_switches_left_off(found: Any) -> None:
 
         return run
 
-    for call in ("set_is_last_backward", "set_requires_gradient_sync", "set_reshard_after_backward"):
-        rules = {"flags-at-step", "pending-gather"} if call == "set_is_last_backward" else {"flags-at-step"}
+    also = {
+        "set_is_last_backward": "pending-gather", "set_requires_gradient_sync": "missing-reduction",
+        "set_reshard_after_backward": "stale-weights",
+    }  # fmt: skip
+    for call, rule in also.items():
         said = found(layers, accumulate(call, []))
-        assert {v.rule for v in said} == rules
+        assert {v.rule for v in said} == {"flags-at-step", rule}
         hints = {v.hint for v in said}
         for hint in hints:
             assert f"model.{call}(True)" in hint
