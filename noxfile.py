@@ -1,4 +1,4 @@
-"""Sessions: ``lint``, ``types``, ``tests``, and ``tests_torch`` over real torch releases.
+"""Sessions: ``lint``, ``types``, ``tests``, ``tests_engines``, and ``tests_torch`` over real torch releases.
 
 ``nox`` runs the first three. ``nox -s tests_torch`` runs the quick tests once per torch release, each in an
 environment of its own; one of them is ``nox -s "tests_torch(torch='2.7.1')"``. The default Linux wheels of
@@ -38,6 +38,13 @@ def tests(session: nox.Session) -> None:
     """All tests, on the pinned versions."""
     session.install(*PINNED, "-e", ".[cli,test]")
     session.run("python", "-m", "pytest", *(session.posargs or ["tests"]))
+
+
+@nox.session
+def tests_engines(session: nox.Session) -> None:
+    """Tables and Parquet read by others: pandas, polars, pyarrow and Dask, as docs/reading.md shows."""
+    session.install(*PINNED, "-e", ".[cli,test]", "dask[dataframe]", "pyarrow", "pandas", "polars")
+    session.run("python", "-m", "pytest", "tests/analysis/test_tables.py", *session.posargs)
 
 
 @nox.session

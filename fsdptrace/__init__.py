@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # as typing has it, whose import alone would cost every p
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.compat import UnsupportedTorch
+    from fsdptrace.analysis.tables import load
     from fsdptrace.checks.base import InvariantViolation, Rule, Violation
     from fsdptrace.events import Event
     from fsdptrace.model_map import GroupInfo, ModelMap
@@ -23,12 +24,12 @@ _PLACES = {
     "record": "recording", "Recording": "recording", "AlreadyRecorded": "recording", "Options": "options",
     "Violation": "checks.base", "InvariantViolation": "checks.base", "Rule": "checks.base", "Event": "events",
     "Step": "steps", "Summary": "summary", "ModelMap": "model_map", "GroupInfo": "model_map",
-    "UnsupportedTorch": "adapters.compat",
+    "UnsupportedTorch": "adapters.compat", "load": "analysis.tables",
 }  # fmt: skip
 
 __all__ = [
     "AlreadyRecorded", "Event", "GroupInfo", "InvariantViolation", "ModelMap", "Options", "Recording", "Rule", "Step",
-    "Summary", "UnsupportedTorch", "Violation", "__version__", "record",
+    "Summary", "UnsupportedTorch", "Violation", "__version__", "load", "record",
 ]  # fmt: skip
 
 

@@ -233,6 +233,25 @@ def diff(
 
 
 @app.command()
+def parquet(
+    folder: Folder = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="folder for the tables")] = Path("fsdptrace-parquet"),
+    run: RunId = None,
+) -> None:
+    """Writes a run as Parquet, partitioned by run, step and rank, for Spark, Dask, Ray, ClickHouse or DuckDB."""
+    with _clear():
+        from fsdptrace.cli.output import clean
+        from fsdptrace.cli.progress import bar
+        from fsdptrace_exporters.parquet import write
+
+        try:
+            with bar() as progress:
+                print(f"wrote {clean(write(folder or default_folder(), out, run, None, progress))}")
+        except ImportError as error:
+            raise ValueError(f"parquet: {error}") from None
+
+
+@app.command()
 def rules(
     rule: Annotated[Optional[str], typer.Argument(metavar="NAME", help="one rule, in full")] = None,  # noqa: UP045
     json: Json = False,
