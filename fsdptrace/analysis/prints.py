@@ -71,6 +71,9 @@ class Describer:
             noop, direction, mode = ev.unpack_how(value)
             shown = [f"not needed: {noop}" if noop else "", " ".join(part for part in (mode, direction) if part)]
             return ", ".join(part for part in shown if part)
+        if spec.codec == "op":
+            which = ev.which_text(value // ev.OP_UNIT)
+            return f"op {ev.OPS[value % ev.OP_UNIT]}" + (f", of parameters {which}" if which else "")
         if spec.codec == "group":
             return f"{spec.name} {show_name(self.map.groups[value].fqn)}" if value >= 0 else ""
         if spec.codec == "unit":

@@ -14,7 +14,7 @@ RAW: dict[str, str] = {
 #: Columns of a violation line.
 _FOUND = {"rule": "VARCHAR", "severity": "VARCHAR", "fqn": "VARCHAR", "message": "VARCHAR", "hint": "VARCHAR"}
 _TYPES = {"int": "BIGINT", "bytes": "BIGINT", "group": "INTEGER", "unit": "INTEGER", "bool": "BOOLEAN"}
-_HOW = ("noop", "direction", "mode")
+_PACKED = {"how": ("noop", "direction", "mode"), "op": ("op", "which")}  # several values in one integer of a record
 
 
 def _fields() -> dict[str, list[tuple[int, ev.FieldSpec]]]:
@@ -24,7 +24,7 @@ def _fields() -> dict[str, list[tuple[int, ev.FieldSpec]]]:
         if number == ev.VIOLATION:
             continue
         for field in spec.fields:
-            for name in _HOW if field.codec == "how" else (field.name,):
+            for name in _PACKED.get(field.codec, (field.name,)):
                 if field.codec != "derived":
                     named.setdefault(name, []).append((number, field))
     return named
@@ -51,8 +51,8 @@ def _usual(name: str, uses: list[tuple[int, ev.FieldSpec]]) -> str:
     for number, field in uses:
         if field.usual == "model":
             cases.append(f"WHEN '{ev.KINDS[number]}' THEN g.{name}")
-        elif isinstance(field.usual, int):
-            value = f"'{field.names[field.usual]}'" if field.codec == "enum" else str(field.usual)
+        elif isinstance(field.usual, int) and name == field.name:
+            value = f"'{field.names[field.usual]}'" if field.names else str(field.usual)
             value = ("true" if field.usual else "false") if field.codec == "bool" else value
             cases.append(f"WHEN '{ev.KINDS[number]}' THEN {value if kinds != 'VARCHAR' else f'CAST({value} AS VARCHAR)'}")
     return f'coalesce(e."{name}", CASE e.kind {" ".join(cases)} END)' if cases else f'e."{name}"'
