@@ -15,7 +15,7 @@ def fake_group(world: int) -> DeviceMesh:
     """A mesh of ``world`` ranks of which this process is rank 0; collectives return at once."""
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    return init_device_mesh("cpu", (world,))
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (world,))
 
 
 class Block(nn.Module):

@@ -19,7 +19,8 @@ DOCS: Final = Path(__file__).resolve().parent
 NOTE: Final = "<!-- Written by docs/generate.py (make docs). Change the code, not this page. -->\n"
 
 _CODECS: Final[Mapping[str, str]] = {
-    "int": "int", "bytes": "int, bytes", "bool": "bool", "group": "group id", "unit": "unit id", "dtype": "dtype name",
+    "int": "int", "ns": "int, ns",
+    "bytes": "int, bytes", "bool": "bool", "group": "group id", "unit": "unit id", "dtype": "dtype name",
     "text": "text", "derived": "int",
 }  # fmt: skip
 
@@ -81,6 +82,15 @@ _LINES: Final = (
         "`model`, `step`, `traceparent` (W3C)",
     ),
     ("`thinned`", "the part was cut down, as `max_bytes` demands", "`events`: how many of it went"),
+    (
+        "`device_times`",
+        "when the timing events of a step have completed, on an accelerator",
+        "`model`, `step`, `span` (ns of device time of the step); by position `seq`, `what` (kind), `pass` (0 none, 1 forward, "
+        "2 backward, 3 recompute), `group` (-1 without), `t0` (ns after `base`, on the host's clock), `ns` (how long) and "
+        "`exposed` (ns that compute waited for it; -1 not known), which a reader gives to the events as `device_t0`, "
+        "`device_t1`, `exposed`; `memory` (`[seq, allocated, reserved]`, bytes of the allocator after that event), `missing` "
+        "(timings that never completed)",
+    ),
     (
         "`end`",
         "the process closed its file; a file without it is of one that died or still runs",

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fsdptrace import events as ev
-from fsdptrace.files import step_line
+from fsdptrace.files import device_line, step_line
 from fsdptrace.ring import StepRecords
 from fsdptrace.standing import Movement, collective, details, entered, newest
 from fsdptrace.totals import Totals
@@ -20,6 +20,7 @@ PERIOD = 0.25  # seconds between looks at the ring
 HEARTBEAT = 1.0  # seconds
 STANDS = 10  # heartbeats of a process that stands still between two that say where
 END_WAIT = 10.0  # seconds that the end of a process waits for a thread that is writing
+DEVICE_WAIT = 2.0  # seconds that the end of the process waits for timing events to complete
 BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
 PAUSE = 0.0005  # seconds between batches
 ANNOUNCEMENTS = 64  # collectives of a process that are put on disk before they are entered although nobody asked for it
@@ -83,7 +84,14 @@ class Drain:
                 return
         if not session.models:
             return
+        # What still runs on the device gets a moment to end; nothing is synchronised.
+        deadline = time.monotonic() + DEVICE_WAIT
         self.cycle(0.0)
+        while any(timing.behind for timing in session.timings.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self.cycle(0.0)
+        if session.take_device_times():
+            self.cycle(0.0)
         with self.lock:
             writer = session.writer
             if writer is None:
@@ -102,14 +110,16 @@ class Drain:
 
     def wanted(self, step: StepRecords) -> bool:
         """Whether all events of ``step`` are written, or one line for it."""
+        return bool(step.violations or step.exceptions) or self.detailed(step.step)
+
+    def detailed(self, number: int) -> bool:
+        """Whether step ``number`` is written with all its events, whatever happens in it."""
         options = self._session.options
-        if step.violations or step.exceptions:
-            return True
         if options.schedule is not None:
-            return str(options.schedule(step.step)).rpartition(".")[2] in ("RECORD", "RECORD_AND_SAVE")
+            return str(options.schedule(number)).rpartition(".")[2] in ("RECORD", "RECORD_AND_SAVE")
         if options.detail != "auto":
             return options.detail == "full"
-        return step.step < FULL_STEPS or step.step % FULL_EVERY == 0
+        return number < FULL_STEPS or number % FULL_EVERY == 0
 
     def cycle(self, pause: float) -> None:
         """One look: moves what is in the ring, writes what is wanted, beats the heart."""
@@ -136,6 +146,7 @@ class Drain:
         self._write_spans()
         for step in finished:
             self._finish(step, pause)
+        self._write_device_times(pause)
         now = time.monotonic()
         for step in list(ring.running.values()):
             self._count(step, pause)
@@ -148,6 +159,15 @@ class Drain:
             self._last_beat = now
             self._beat()
         self.busy_ns += time.thread_time_ns() - started
+
+    def _write_device_times(self, pause: float) -> None:
+        session = self._session
+        for model, timing in list(session.timings.items()):
+            for times in timing.poll(pause):
+                line = device_line(model, times)
+                with self.lock:
+                    assert session.writer is not None
+                    session.writer.write(line)
 
     def _finish(self, step: StepRecords, pause: float) -> None:
         if not step.records:

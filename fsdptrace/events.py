@@ -42,12 +42,13 @@ EXCEPTION: Final = 20
 STEP: Final = 21
 VIOLATION: Final = 22
 PARAM: Final = 23
+DEVICE: Final = 24
 
 #: Names of the kinds, by number. Index 0 is unused.
 KINDS: Final[tuple[str, ...]] = (
     "", "unshard", "wait", "reshard", "discard", "prefetch", "pre_forward", "post_forward", "pre_backward",
     "post_backward", "reduce_scatter", "all_reduce", "forward", "backward", "region", "recompute", "state", "flag",
-    "param_change", "optimizer_step", "exception", "step", "violation", "param",
+    "param_change", "optimizer_step", "exception", "step", "violation", "param", "device",
 )  # fmt: skip
 KIND_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(KINDS) if name}
 
@@ -122,7 +123,7 @@ WHICH_BITS: Final = 56
 class FieldSpec:
     """One field of a kind.
 
-    ``codec`` says how the integer of the record becomes a value: ``int``, ``bytes`` (an int, in bytes), ``group`` and
+    ``codec`` says how the integer of the record becomes a value: ``int``, ``bytes`` (an int, in bytes), ``ns`` (an int, in ns), ``group`` and
     ``unit`` (an id, ``None`` for -1), ``bool``, ``enum`` (an index into ``names``), ``dtype``, ``how`` (the three
     packed enumerations noop, direction, mode), ``op`` (operator and which parameters took part), ``text`` (an index into the session's table of strings), ``derived``
     (not in the record: worked out from the others and the model map by :func:`decode`).
@@ -335,6 +336,17 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("bytes", "bytes", "of the parameter, whole", usual=0),
             ),
         ),
+        KindSpec(
+            DEVICE, "device", "what the device did in an earlier step, as soon as its timing events had completed; t0 and t1 are "
+            "the time at which that was known",
+            (
+                _f("of_step", "int", "the step"),
+                _f("gather_ns", "ns", "time that all-gathers ran on their stream"),
+                _f("reduce_ns", "ns", "time that reduce-scatters and all-reduces ran on theirs"),
+                _f("exposed_ns", "ns", "time that compute waited for them"),
+                _f("span_ns", "ns", "device time of the whole step; null when its events never completed"),
+            ),
+        ),
     )
 }  # fmt: skip
 
@@ -525,7 +537,7 @@ def _decode_value(spec: FieldSpec, value: int, texts: Texts) -> Any:
         return value if value >= 0 else None
     if codec == "text":
         return texts.get(value)
-    if codec == "bytes" and value < 0:
+    if codec in ("bytes", "ns") and value < 0:
         return None
     return value
 
@@ -566,6 +578,6 @@ def _encode_value(spec: FieldSpec, value: Any, texts: Texts) -> int:
         return NONE if value is None else int(value)
     if codec == "text":
         return texts.put_once(value or "")
-    if codec == "bytes" and value is None:
+    if codec in ("bytes", "ns") and value is None:
         return NONE
     return int(value or 0)

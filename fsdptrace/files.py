@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ class LineFormatter:
             return f',"{spec.name}":{"true" if value else "false"}', False
         if spec.codec == "text":
             return f',"{spec.name}":{json.dumps(self._texts.get(value))}', value < 0
-        if spec.codec == "bytes" and value < 0:
+        if spec.codec in ("bytes", "ns") and value < 0:
             return f',"{spec.name}":null', False
         return f',"{spec.name}":{value}', False
 
@@ -154,6 +154,19 @@ def step_line(
     return f'{line[:-1]},"counts":{json.dumps(counts, separators=(",", ":"))}{extra}}}\n'
 
 
+def device_line(model: int, times: Any) -> str:
+    """The line of a step's device times (``adapters.device.Times``): ``t0`` counts from ``base``, ``ns`` is how long."""
+    data = {
+        "kind": "device_times", "model": model, "step": times.step, "base": times.begin,
+        "span": times.end - times.begin if times.end >= 0 else None, "seq": times.seqs, "what": times.kinds,
+        "pass": times.passes, "group": times.groups,
+        "t0": [begin - times.begin for begin in times.begins],
+        "ns": [end - begin for begin, end in zip(times.begins, times.ends, strict=True)],
+        "exposed": times.exposed, "memory": times.memory, "missing": times.missing,
+    }  # fmt: skip
+    return json.dumps(data, separators=(",", ":")) + "\n"
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class TraceFile:
@@ -169,6 +182,8 @@ class TraceFile:
         end: the last line, ``None`` when the process died before writing it.
         damaged: ``(file, line number)`` of lines that could not be read.
         summaries: ``step`` lines as written, with ``counts``.
+        memory: allocator memory by model, as ``(seq, allocated, reserved)`` in bytes.
+        untimed: timings that never completed.
     """
 
     path: Path
@@ -180,6 +195,9 @@ class TraceFile:
     damaged: list[tuple[Path, int]] = field(default_factory=list)
     summaries: list[dict[str, Any]] = field(default_factory=list)
     entered: list[dict[str, Any]] = field(default_factory=list)
+    device: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    memory: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    untimed: int = 0
 
     @property
     def rank(self) -> int:
@@ -214,6 +232,7 @@ def read_file(path: str | Path) -> TraceFile:
     tail = tail_of(path)
     if trace.end is None and tail.exists():
         _read_part(tail, trace)
+    _attach_device_times(trace)
     return trace
 
 
@@ -280,11 +299,33 @@ def _take(data: dict[str, Any], trace: TraceFile) -> None:
         trace.entered.append(data)
     elif kind == "end":
         trace.end = data
+    elif kind == "device_times":
+        _take_device(data, trace)
     elif kind in ev.KIND_NUMBER:
         trace.events.append(read_event(data, trace.models.get(data.get("model", 0))))
         if kind == "step":
             trace.summaries.append(data)
     # Lines of kinds that a later version added are skipped: they are not damage.
+
+
+def _take_device(data: dict[str, Any], trace: TraceFile) -> None:
+    model, base = data["model"], data["base"]
+    rows = zip(data["seq"], data["t0"], data["ns"], data["exposed"], strict=True)
+    trace.device.update({(model, seq): (base + t0, base + t0 + ns, exposed) for seq, t0, ns, exposed in rows})
+    trace.memory.setdefault(model, []).extend((seq, allocated, reserved) for seq, allocated, reserved in data["memory"])
+    trace.untimed += data["missing"]
+
+
+def _attach_device_times(trace: TraceFile) -> None:
+    """Device times are known later than the events that they belong to, and stand in lines of their own."""
+    if not trace.device:
+        return
+    for position, event in enumerate(trace.events):
+        times = trace.device.get((event.model, event.seq))
+        if times is not None:
+            begin, end, exposed = times
+            added = {"device_t0": begin, "device_t1": end} | ({"exposed": exposed} if exposed >= 0 else {})
+            trace.events[position] = replace(event, data={**event.data, **added})
 
 
 def read_event(data: dict[str, Any], model: ModelMap | None) -> Event:

@@ -45,6 +45,17 @@ def finding(violations: list[Violation]) -> str:
     return text + (f"\nfsdptrace: and {len(violations) - SHOWN} more" if len(violations) > SHOWN else "")
 
 
+def allocator(tracker: Tracker, allocated: int, reserved: int, grown: list[tuple[int, int]]) -> str:
+    """What the allocator says, in bytes, and in which units it grew in the running step; empty where it says nothing."""
+    if not reserved:
+        return ""
+    text = f" Allocator: {size(allocated)} allocated, {size(reserved)} reserved"
+    if grown:
+        most = ", ".join(f"{tracker.name(group)} +{size(more)}" for group, more in grown[:3])
+        text += f"; in this step it grew most at {most}"
+    return text + "."
+
+
 def put_on(error: BaseException, note: str) -> None:
     """Adds ``note`` to ``error`` (``add_note``; on Python 3.10, which has none, it is logged). ``args`` stay as they are."""
     add = getattr(error, "add_note", None)

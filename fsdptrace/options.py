@@ -10,6 +10,7 @@ from typing import Any
 
 DETAILS = ("auto", "full", "summary")
 FLUSHES = ("none", "collective")
+DEVICE_TIMINGS = ("auto", "always", "off")
 _OFF = ("0", "false", "off", "no")
 _OURS = ("FSDPTRACE_TALLY",)  # set by `fsdptrace run` for its children: no options
 
@@ -42,6 +43,8 @@ class Options:
         run_id: name of the run; see docs/design.md for what is taken when it is not given.
         role: prefix of the file names where one process per role has rank 0.
         rule_options: options of rules, by rule name.
+        device_timing: ``"auto"``: on an accelerator, the steps that are written with all their events are also timed on the
+            device, and allocator memory is read at unit boundaries in them; ``"always"``: every step is timed; ``"off"``.
     """
 
     out: str | None = None
@@ -58,6 +61,7 @@ class Options:
     run_id: str | None = None
     role: str | None = None
     rule_options: Mapping[str, Mapping[str, Any]] | None = None
+    device_timing: str = "auto"
 
     @property
     def enabled(self) -> bool:
@@ -76,6 +80,7 @@ class Options:
             self.flush,
             self.exporters,
             self.detail_ranks,
+            self.device_timing,
         )
 
 
@@ -194,6 +199,7 @@ def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
         "max_bytes": ("MAX_BYTES", parse_bytes),
         "run_id": ("RUN_ID", str),
         "role": ("ROLE", str),
+        "device_timing": ("DEVICE_TIMING", str),
     }
 
 
@@ -202,7 +208,7 @@ def _check(options: Options) -> None:
 
     registry.select(options.checks)
     policy.check_policy(options.on_violation)
-    for name, allowed in (("detail", DETAILS), ("flush", FLUSHES)):
+    for name, allowed in (("detail", DETAILS), ("flush", FLUSHES), ("device_timing", DEVICE_TIMINGS)):
         if getattr(options, name) not in allowed:
             raise ValueError(f"{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
     for name in ("max_bytes", "budget_bytes", "raise_until_step"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING
 
 import torch.nn as nn
@@ -11,7 +12,8 @@ from fsdptrace import events as ev
 from fsdptrace import notes
 from fsdptrace.adapters import compat
 from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, STEPPED, WHICH, Context, clock
-from fsdptrace.adapters.describe import describe
+from fsdptrace.adapters.describe import Described, describe
+from fsdptrace.adapters.device import Timing, api_for
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.checks import policy, registry
 from fsdptrace.checks.base import InvariantViolation, Violation
@@ -39,18 +41,56 @@ class Recorded:
         # None where nothing is to do, so that a hook pays one comparison.
         self.before_collective = self._flush if options.flush == "collective" else None
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
+        self.timing = self.context.timing = self._timing(options, described)
         self.hooks = InstalledModel(self.context, described)
         session.shared[number] = self.context.shared
         session.trackers[number] = self.engine.tracker
+        if self.timing is not None:
+            session.timings[number] = self.timing
+            session.device_takers[number] = weakref.WeakMethod(self.take_device_times)
         session.add_model(described.map)
 
         self._seen = False
+
+    def _timing(self, options: Options, described: Described) -> Timing | None:
+        """What times the model on its device: nothing on the CPU, unless asked for."""
+        if options.device_timing == "off" or not described.groups:
+            return None
+        device = described.groups[0].device
+        if device.type == "cpu" and options.device_timing != "always":
+            return None
+        detailed = self.session.drain.detailed
+        wanted = detailed if options.device_timing == "auto" else lambda step: True
+        return Timing(api_for(device), wanted, detailed)
+
+    def take_device_times(self) -> bool:
+        """Records what was worked out of earlier steps; whether there was any."""
+        timing, context = self.timing, self.context
+        any_taken = False
+        while timing is not None and timing.results:
+            times = timing.results.popleft()
+            now = clock()
+            span = times.end - times.begin if times.end >= 0 else -1
+            context.emit(
+                ev.DEVICE, next(context.ids), now, now, ev.NONE, 0,
+                times.step, times.gather, times.reduce, times.exposed_total, span, pass_=ev.PASS_NONE,
+            )  # fmt: skip
+            any_taken = True
+        return any_taken
 
     def install(self) -> None:
         """Puts the hooks on; the first time every group's state is recorded, later only what changed meanwhile."""
         groups = self.engine.tracker.groups
         first, self._seen = not self._seen, True
         self.hooks.install(lambda group: None if first else (groups[group].open, groups[group].pending, groups[group].training))
+        if self.timing is not None:
+            self.timing.begin_step(self.engine.tracker.step_number)
+
+    def let_go(self) -> None:
+        """Takes the hooks off and drops every strong reference to the model."""
+        if self.timing is not None:
+            self.timing.drop()
+        self.hooks.let_go()
 
     # -- Owner ---------------------------------------------------------------------------------------------------------
     def fault(self, error: Exception) -> None:
@@ -74,7 +114,10 @@ class Recorded:
         found = [violation for violation in self.engine.latest if violation.seq == seq]
         if found:
             notes.put_on(error, notes.finding(found))
-        notes.put_on(error, notes.describe(self.engine.tracker, self.found))
+        note = notes.describe(self.engine.tracker, self.found)
+        if self.timing is not None:
+            note += notes.allocator(self.engine.tracker, *self.timing.allocator())
+        notes.put_on(error, note)
 
     _from_callable: BaseException | None = None
 
@@ -108,6 +151,9 @@ class Recorded:
         context.step += 1
         if context.step < 4 or not context.step % 128:
             self.hooks.between.written_in_passes()
+        if self.timing is not None:
+            self.timing.end_step()
+            self.take_device_times()
         tracker = self.engine.tracker
         shared[BUSY] = 0
         past = sum(group.bytes for group in tracker.past_backward())
@@ -121,6 +167,8 @@ class Recorded:
             context.on[ev.STEP](seq, ev.NONE, packed, *data)
         finally:
             context.append((ev.STEP, seq, now, now, ev.NONE, 0, packed, *data))
+        if self.timing is not None:
+            self.timing.begin_step(tracker.step_number)
         if ring.full():
             ring.pump_if_free()
 

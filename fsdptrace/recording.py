@@ -107,7 +107,7 @@ class Recording:
                 raise AlreadyRecorded(_already(self._models[0]))
         except BaseException:
             for recorded in self._recorded:
-                recorded.hooks.let_go()
+                recorded.let_go()
             self._recorded = []
             raise
         self._active = True
@@ -163,7 +163,7 @@ class Recording:
             if recorded.recording is self:
                 if recorded.failed:
                     recorded.break_off()
-                recorded.hooks.let_go()
+                recorded.let_go()
                 recorded.recording = None
 
     def step(self) -> None:
@@ -309,7 +309,7 @@ def _recorded_for(session: Session, model: nn.Module, options: Options, report: 
         number = known.context.model
         if known.checks == checks and not known.failed and known.hooks.take_hold():
             return known
-        known.hooks.let_go()
+        known.let_go()
     if not _recorded_groups.isdisjoint(map(id, groups_in(model))):
         raise AlreadyRecorded(_already(model))
     made = Recorded(session, model, number, options, report)

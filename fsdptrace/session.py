@@ -11,10 +11,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fsdptrace import events as ev
@@ -30,6 +30,9 @@ from fsdptrace.files import LineFormatter
 from fsdptrace.model_map import ModelMap
 from fsdptrace.options import Options, safe_name
 from fsdptrace.ring import Ring
+
+if TYPE_CHECKING:
+    from fsdptrace.adapters.device import Timing
 
 RUN_ID_WAIT = 5.0  # seconds that other ranks wait for rank 0's run id
 KEPT_VIOLATIONS = 1000
@@ -89,6 +92,8 @@ class Session:
         self.shared: dict[int, list[int]] = {}
         self.active_spans: deque[tuple[int, int, str]] = deque(maxlen=1000)
         self._exporter: Exporter | None = None
+        self.timings: dict[int, Timing] = {}
+        self.device_takers: dict[int, weakref.WeakMethod[Callable[[], bool]]] = {}
         self.closed = False
         self.ended_by = ""
         self._keeping = threading.Lock()
@@ -114,6 +119,11 @@ class Session:
         if number >= ev.MAX_MODELS:
             raise RuntimeError(f"fsdptrace records at most {ev.MAX_MODELS} models per process")
         return number
+
+    def take_device_times(self) -> bool:
+        """Has the recorded models take what was worked out after their last step; whether there was any."""
+        takers = [taker for reference in self.device_takers.values() if (taker := reference()) is not None]
+        return sum(taker() for taker in takers) > 0
 
     # -- the file ------------------------------------------------------------------------------------------------------
     def open_file(self) -> bool:

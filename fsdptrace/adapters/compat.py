@@ -138,3 +138,11 @@ def last_reduce_scatter_input(comm_ctx: Any) -> Any:
     states = getattr(comm_ctx, "reduce_scatter_states", None)
     state = (states[-1] if states else None) if states is not None else getattr(comm_ctx, "reduce_scatter_state", None)
     return None if state is None else state.reduce_scatter_input
+
+
+def reductions_in_flight(comm_ctx: Any) -> int:
+    """Reduce-scatters whose input buffers PyTorch still holds, since compute has not waited for them yet."""
+    states = getattr(comm_ctx, "reduce_scatter_states", None)
+    if states is not None:
+        return len(states)
+    return 0 if getattr(comm_ctx, "reduce_scatter_state", None) is None else 1

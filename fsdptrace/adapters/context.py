@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from fsdptrace import events as ev
+from fsdptrace.adapters.device import BACKWARD, FORWARD, Timing
 from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, from_state_dict_code, says_freed, shares
 from fsdptrace.adapters.state_dict import STATE_DICTS
 
@@ -144,6 +145,7 @@ class Context:
         self.watch_parts: Callable[[bool], None] = _no_parts
         self.step = 0  # steps that ended so far
         self.between: Between
+        self.timing: Timing | None = None
 
     def emit(
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
@@ -189,6 +191,8 @@ class Context:
         self.forward_start, self.forward_order = _remembered(state)
         if self.between.left:
             self.between.arrive()
+        if self.timing is not None and self.timing.on:
+            self.timing.open(seq)
 
     def close_forward(self, t1: int) -> None:
         """The outermost forward is over; its event is recorded."""
@@ -196,6 +200,8 @@ class Context:
         shared[TOP] = 0
         grad = shared[OUTER_GRAD]
         try:
+            if self.timing is not None and self.timing.on:
+                self.timing.close(self.forward_seq, FORWARD)
             self.emit(
                 ev.FORWARD, self.forward_seq, self.forward_t0, t1, ev.NONE, 0,
                 self.forward_unit, grad, int(self.inference), self.forward_start, self.forward_order, pass_=ev.PASS_FORWARD,
@@ -228,6 +234,8 @@ class Context:
         shared[RECOMPUTE_DEPTH] = 0
         shared[BUSY] = 1
         self.backward_finished = False
+        if self.timing is not None and self.timing.on:
+            self.timing.open(shared[BACKWARD_SEQ])
 
     def final_callback_done(self, last: bool) -> None:
         """A root's final callback returned. It ends the backward when it is the last one of the outermost task."""
@@ -250,6 +258,8 @@ class Context:
         shared[RECOMPUTE_DEPTH] = 0
         outer, shared[TOP], shared[PARENT] = self.backward_outer
         try:
+            if self.timing is not None and self.timing.on:
+                self.timing.close(seq, BACKWARD)
             self.emit(
                 ev.BACKWARD, seq, self.backward_t0, self.backward_t1, ev.NONE, self.parent(),
                 int(self.backward_last and self.backward_finished), int(self.backward_finished), pass_=ev.PASS_BACKWARD,

@@ -316,11 +316,19 @@ class InstalledModel:
             if not self.installed:
                 return orig.later()
             shared[FINAL] = 1
+            timing = c.timing if c.timing is not None and c.timing.on else None
+            try:
+                if timing is not None:
+                    timing.before_final()
+            except Exception as error:
+                owner.fault(error)
             try:
                 result = orig()
             finally:
                 shared[FINAL] = 0
             try:
+                if timing is not None:
+                    timing.after_final(unit.state._comm_ctx)
                 if shared[BACKWARD_SEQ]:
                     if len(c.roots) != 1:
                         c.roots = self._roots()

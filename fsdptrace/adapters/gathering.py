@@ -54,6 +54,7 @@ class Gathering(GroupBase):
         usual_dtype = ev.DTYPE_NUMBER.get(self.info.dtype, 0)
         unsharded = type(group._sharded_state).UNSHARDED
         known = self.known  # bytes and dtype of a gather, once measured
+        timing = c.timing
 
         def unshard(async_op: bool = False) -> Any:
             t0 = clock()
@@ -92,6 +93,8 @@ class Gathering(GroupBase):
                     how += DISABLED
                 else:
                     size, dtype = known or self.measure(group._all_gather_result)
+                    if timing is not None and timing.on:
+                        timing.gather(seq, gid, shared[CONTEXT] % 4, group, async_op)
                 context = shared[CONTEXT]
                 append((1, seq, t0, t1, gid, parent, context, size, world, dtype, issuer, how))
                 handler(seq, gid, context, size, world, dtype, issuer, how)
@@ -119,6 +122,7 @@ class Gathering(GroupBase):
         handler = c.on[ev.WAIT]
         entered = ev.WAIT + GROUP_UNIT * gid
         orig = self.method("wait_for_unshard")
+        timing = c.timing
 
         def wait_for_unshard() -> Any:
             if group._all_gather_result is None:
@@ -126,6 +130,8 @@ class Gathering(GroupBase):
             t0 = clock()
             seq = next(ids)
             shared[ENTERED] = entered
+            if timing is not None and timing.on:
+                self.timed(timing.wait, seq, gid, shared[CONTEXT] % 4)
             try:
                 result = orig(group)
             except BaseException as error:
@@ -135,6 +141,8 @@ class Gathering(GroupBase):
             t1 = clock()
             shared[ENTERED] = 0
             try:
+                if timing is not None and timing.memory_on:
+                    timing.memory(seq, gid)
                 context = shared[CONTEXT]
                 size = self.bytes
                 append((2, seq, t0, t1, gid, shared[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))

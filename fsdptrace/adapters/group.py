@@ -84,6 +84,13 @@ class GroupBase:
                 raise
             c.owner.fault(error)
 
+    def timed(self, call: Callable[..., None], *args: Any) -> None:
+        """Records device time before the wrapped method runs, where a fault must not keep it from running."""
+        try:
+            call(*args)
+        except Exception as error:
+            self.context.owner.fault(error)
+
     def flags_changed(self, flags: int, parent: int = 0) -> None:
         """Records each switch that differs from what was last seen, under the event ``parent`` in which it was used."""
         c = self.context

@@ -164,6 +164,7 @@ class Passes(GroupBase):
         flush, model = owner.before_collective, c.model
         trainable, world, plain = self.info.trainable, self.info.world, self.info.replicate_world == 1
         reduced = self.reduced
+        timing = c.timing
 
         def post_backward(*unused: Any) -> Any:
             if not shared[BACKWARD_SEQ]:
@@ -188,6 +189,8 @@ class Passes(GroupBase):
                     self._partial()
                 if flush is not None:
                     flush(model)
+            if timing is not None and timing.on:
+                self.timed(timing.before_reduction)
             try:
                 result = orig(group, *unused)
             except BaseException as error:
@@ -208,6 +211,7 @@ class Passes(GroupBase):
                 if flags != self.flags & BACKWARD_FLAGS:
                     self.flags_changed(flags | self.flags & ~BACKWARD_FLAGS, seq)
                 context = shared[CONTEXT]
+                number = all_reduce = 0
                 if not reduces:
                     pass
                 elif plain and grads == trainable and reduced and group.gradient_divide_factor is reduced[3]:
@@ -217,7 +221,11 @@ class Passes(GroupBase):
                     append((10, number, t0, t1, gid, seq, context, size, world, dtype, grads, op))
                     scattered(number, gid, context, size, world, dtype, grads, op)
                 elif grads or getattr(group, "reduce_scatter_unused_params", False):
-                    self._reductions(seq, t0, t1, grads, flags)
+                    number, all_reduce = self._reductions(seq, t0, t1, grads, flags)
+                if timing is not None and timing.on:
+                    timing.after_reduction(group.comm_ctx, gid, number, all_reduce)
+                    if timing.memory_on:
+                        timing.memory(seq, gid)
                 after = group._training_state._value_
                 by = 1 if shared[FINAL] else 0 if shared[BACKWARD_SEQ] else 2
                 append((9, seq, t0, t1, gid, outer or shared[TOP], context, before, after, by, grads, 0))
@@ -246,15 +254,16 @@ class Passes(GroupBase):
                 raise
             c.owner.fault(error)
 
-    def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> None:
-        """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued."""
+    def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> tuple[int, int]:
+        """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued; their ``seq``, or 0."""
         info, group, c = self.info, self.group, self.context
         buffer = last_reduce_scatter_input(group.comm_ctx)
+        scatter = reduce = 0
         if buffer is None:
-            return
+            return scatter, reduce
         # With reduce_scatter_unused_params and nothing ever gathered there is nothing to reduce either.
         if not grads and group._sharded_state._value_ != UNSHARDED and not any_unsharded(group.fsdp_params):
-            return
+            return scatter, reduce
         size, dtype = buffer.numel() * buffer.element_size(), dtype_number(buffer.dtype)
         del buffer
         op = reduce_op(group, dtype, info) + ev.OP_UNIT * c.shared[WHICH]
@@ -263,10 +272,13 @@ class Passes(GroupBase):
             self.reduced[:] = size, dtype, op, group.gradient_divide_factor
             self.leaves[:] = leaves_of(group.fsdp_params)
         if info.world > 1:
-            c.emit(ev.REDUCE_SCATTER, next(c.ids), t0, t1, self.id, parent, size, info.world, dtype, grads, op)
+            scatter = next(c.ids)
+            c.emit(ev.REDUCE_SCATTER, scatter, t0, t1, self.id, parent, size, info.world, dtype, grads, op)
         if info.replicate_world > 1 and flags & 2:
             state = group._all_reduce_state
             total = size // info.world
             if state is not None:
                 total = state.all_reduce_input.numel() * state.all_reduce_input.element_size()
-            c.emit(ev.ALL_REDUCE, next(c.ids), t0, t1, self.id, parent, total, info.replicate_world, dtype, grads, op)
+            reduce = next(c.ids)
+            c.emit(ev.ALL_REDUCE, reduce, t0, t1, self.id, parent, total, info.replicate_world, dtype, grads, op)
+        return scatter, reduce

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace.analysis import order, scan
+from fsdptrace.analysis.device import DeviceSums
 from fsdptrace.analysis.records import PARSE_ERRORS, parse, record_of
 from fsdptrace.analysis.sources import Header, Problem, Source
 from fsdptrace.analysis.steplines import StepLine, StepLines
@@ -62,6 +63,7 @@ class ProcessTrace:
         end: the last line; None when the process died or is still running.
         dropped: events that did not fit in memory, as last reported.
         last_seq, last_t: the last sign of life.
+        device: what the device did in timed steps, by model.
         entered: the collective that was entered and not left, as far as the file says.
         exceptions: ``(step, type, fqn)`` of the last few exceptions.
     """
@@ -74,6 +76,7 @@ class ProcessTrace:
     lost_violations: int = 0
     steps: StepLines = field(default_factory=StepLines)
     running_step: dict[int, int] = field(default_factory=dict)
+    device: dict[int, DeviceSums] = field(default_factory=dict)
     running_events: dict[int, int] = field(default_factory=dict)
     end: dict[str, Any] | None = None
     dropped: int = 0
@@ -251,6 +254,9 @@ class LineReader:
             self._model(ModelMap.from_json(data))
         elif kind in ("heartbeat", "entered"):
             self._sign_of_life(kind, data)
+        elif kind == "device_times":
+            number = int(data["model"])
+            self.trace.device.setdefault(number, DeviceSums()).take(data, self.trace.models[number])
         elif kind == "end":
             self.trace.end = data
             self.trace.dropped = int(data.get("dropped", 0))

@@ -68,7 +68,7 @@ def _reader(spec: ev.FieldSpec) -> _Read:
     if usual == "model":
         return lambda data, model, group, texts: int(data[name] if name in data else _of_model(model, group, name) or 1)
     missing = usual if isinstance(usual, int) else 0
-    if spec.codec == "bytes":
+    if spec.codec in ("bytes", "ns"):
         return lambda data, model, group, texts: _bytes(data.get(name, missing))
     return lambda data, model, group, texts: int(data.get(name, missing))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrace.analysis import notes, ranks, workers
+from fsdptrace.analysis.device import DeviceSums
 from fsdptrace.analysis.findings import Collector, Finding
 from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
 from fsdptrace.analysis.ranks import Arrivals, Ranks
@@ -36,6 +37,7 @@ class ModelReport:
         peak: most bytes open or pending at one time.
         past_backward_peak: largest ``past_backward_peak`` of any step: held at one time although the backward was over.
         traffic: bytes on the wire beside the closed form; ``prefetches`` by direction and mode, summed over steps and ranks.
+        device: what the device did in timed steps, summed over ranks; empty without device timing.
     """
 
     model: int
@@ -50,6 +52,7 @@ class ModelReport:
     past_backward_peak: int
     traffic: Traffic
     prefetches: dict[tuple[str, str], Prefetches]
+    device: DeviceSums = field(default_factory=DeviceSums)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -62,6 +65,7 @@ class ModelReport:
             "prefetches": [
                 {"direction": direction, "mode": mode, **asdict(entry)} for (direction, mode), entry in self.prefetches.items()
             ],
+            "device": self.device.to_json(self.map) if self.device.units else None,
             "uncovered_parameters": list(self.map.uncovered), "units": [row.to_json() for row in self.rows],
         }  # fmt: skip
 
@@ -213,11 +217,15 @@ def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[M
     """Models of all ranks, put together by number and class."""
     maps: dict[tuple[int, str], ModelMap] = {}
     per_model: dict[tuple[int, str], list[Units]] = {}
+    device: dict[tuple[int, str], DeviceSums] = {}
     for process, by_number in units:
         for number, model in sorted(process.models.items()):
             key = (number, model.root)
             maps.setdefault(key, model)
             per_model.setdefault(key, []).append(by_number.get(number) or Units(process.rank))
+            sums = device.setdefault(key, DeviceSums())
+            if number in process.device:
+                sums.merge(process.device[number])
     made = []
     for (number, root), of_ranks in sorted(per_model.items()):
         finished = [item for item in of_ranks if not item.unfinished]
@@ -233,7 +241,7 @@ def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[M
                 _most(of_ranks, "now"), _most(of_ranks, "past_backward"),
                 max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
                 max(item.past_backward_peak for item in of_ranks),
-                traffic(maps[number, root], rows, used), dict(sorted(prefetches.items())),
+                traffic(maps[number, root], rows, used), dict(sorted(prefetches.items())), device[number, root],
             )
         )  # fmt: skip
     return made

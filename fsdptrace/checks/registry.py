@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdptrace.checks.base import Rule
+from fsdptrace.checks.exposed_communication import ExposedCommunication
 from fsdptrace.checks.flags_at_step import FlagsAtStep
 from fsdptrace.checks.gather_after_backward import GatherAfterBackward
 from fsdptrace.checks.illegal_state import IllegalState
@@ -28,7 +29,7 @@ from fsdptrace.checks.wrong_root import WrongRoot
 _ALL: tuple[type[Rule], ...] = (
     GatherAfterBackward, UnpairedUnshard, PendingGather, UnusedGather, RepeatedGather, LateReshard, UnshardedBudget,
     StaleWeights, PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, OutsideForward,
-    MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary,
+    MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, ExposedCommunication,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""

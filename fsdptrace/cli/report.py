@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fsdptrace.analysis import Finding, ModelReport, Run, StepLine, UnitRow, by_pattern
 from fsdptrace.analysis.notes import Basis, ranks_text, spans
 from fsdptrace.checks.text import count, size
-from fsdptrace.cli import sections
+from fsdptrace.cli import device, sections
 from fsdptrace.cli.output import STYLES, Column, Screen, clean, duration, name, number
 
 MANY_ROWS = 30  # more units than this are shown by name pattern
@@ -23,6 +23,7 @@ def show(screen: Screen, run: Run, every: bool = False, steps: bool = False) -> 
         memory(screen, model)
         sections.communication(screen, model, every)
         sections.prefetches(screen, model)
+        device.show(screen, model, every)
     sections.ranks(screen, run, every)
     if steps:
         step_table(screen, run, every)
