@@ -88,8 +88,7 @@ _LINES: Final = (
         "`model`, `step`, `span` (ns of device time of the step); by position `seq`, `what` (kind), `pass` (0 none, 1 forward, "
         "2 backward, 3 recompute), `group` (-1 without), `t0` (ns after `base`, on the host's clock), `ns` (how long) and "
         "`exposed` (ns that compute waited for it; -1 not known), which a reader gives to the events as `device_t0`, "
-        "`device_t1`, `exposed`; `memory` (`[seq, allocated, reserved]`, bytes of the allocator after that event), `missing` "
-        "(timings that never completed)",
+        "`device_t1`, `exposed`; `missing` (timings that never completed)",
     ),
     (
         "`end`",

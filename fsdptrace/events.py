@@ -43,12 +43,13 @@ STEP: Final = 21
 VIOLATION: Final = 22
 PARAM: Final = 23
 DEVICE: Final = 24
+MEMORY: Final = 25
 
 #: Names of the kinds, by number. Index 0 is unused.
 KINDS: Final[tuple[str, ...]] = (
     "", "unshard", "wait", "reshard", "discard", "prefetch", "pre_forward", "post_forward", "pre_backward",
     "post_backward", "reduce_scatter", "all_reduce", "forward", "backward", "region", "recompute", "state", "flag",
-    "param_change", "optimizer_step", "exception", "step", "violation", "param", "device",
+    "param_change", "optimizer_step", "exception", "step", "violation", "param", "device", "memory",
 )  # fmt: skip
 KIND_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(KINDS) if name}
 
@@ -345,6 +346,14 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("reduce_ns", "ns", "time that reduce-scatters and all-reduces ran on theirs"),
                 _f("exposed_ns", "ns", "time that compute waited for them"),
                 _f("span_ns", "ns", "device time of the whole step; null when its events never completed"),
+            ),
+        ),
+        KindSpec(
+            MEMORY, "memory", "the accelerator's allocator after the wait or post-backward that is its parent, in steps that are "
+            "timed and written with all their events",
+            (
+                _f("allocated", "bytes", "given out to tensors"),
+                _f("reserved", "bytes", "held from the device"),
             ),
         ),
     )

@@ -162,7 +162,7 @@ def device_line(model: int, times: Any) -> str:
         "pass": times.passes, "group": times.groups,
         "t0": [begin - times.begin for begin in times.begins],
         "ns": [end - begin for begin, end in zip(times.begins, times.ends, strict=True)],
-        "exposed": times.exposed, "memory": times.memory, "missing": times.missing,
+        "exposed": times.exposed, "missing": times.missing,
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":")) + "\n"
 
@@ -182,7 +182,6 @@ class TraceFile:
         end: the last line, ``None`` when the process died before writing it.
         damaged: ``(file, line number)`` of lines that could not be read.
         summaries: ``step`` lines as written, with ``counts``.
-        memory: allocator memory by model, as ``(seq, allocated, reserved)`` in bytes.
         untimed: timings that never completed.
     """
 
@@ -196,7 +195,6 @@ class TraceFile:
     summaries: list[dict[str, Any]] = field(default_factory=list)
     entered: list[dict[str, Any]] = field(default_factory=list)
     device: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    memory: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     untimed: int = 0
 
     @property
@@ -312,7 +310,6 @@ def _take_device(data: dict[str, Any], trace: TraceFile) -> None:
     model, base = data["model"], data["base"]
     rows = zip(data["seq"], data["t0"], data["ns"], data["exposed"], strict=True)
     trace.device.update({(model, seq): (base + t0, base + t0 + ns, exposed) for seq, t0, ns, exposed in rows})
-    trace.memory.setdefault(model, []).extend((seq, allocated, reserved) for seq, allocated, reserved in data["memory"])
     trace.untimed += data["missing"]
 
 

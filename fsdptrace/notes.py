@@ -45,12 +45,13 @@ def finding(violations: list[Violation]) -> str:
     return text + (f"\nfsdptrace: and {len(violations) - SHOWN} more" if len(violations) > SHOWN else "")
 
 
-def allocator(tracker: Tracker, allocated: int, reserved: int, grown: list[tuple[int, int]]) -> str:
+def allocator(tracker: Tracker, allocated: int, reserved: int) -> str:
     """What the allocator says, in bytes, and in which units it grew in the running step; empty where it says nothing."""
     if not reserved:
         return ""
     text = f" Allocator: {size(allocated)} allocated, {size(reserved)} reserved"
-    if grown:
+    if tracker.grown:
+        grown = sorted(tracker.grown.items(), key=lambda item: -item[1])
         most = ", ".join(f"{tracker.name(group)} +{size(more)}" for group, more in grown[:3])
         text += f"; in this step it grew most at {most}"
     return text + "."

@@ -116,7 +116,7 @@ class Recorded:
             notes.put_on(error, notes.finding(found))
         note = notes.describe(self.engine.tracker, self.found)
         if self.timing is not None:
-            note += notes.allocator(self.engine.tracker, *self.timing.allocator())
+            note += notes.allocator(self.engine.tracker, *self.timing.memory())
         notes.put_on(error, note)
 
     _from_callable: BaseException | None = None

@@ -24,7 +24,7 @@ from fsdptrace.adapters.compat import reductions_in_flight
 clock = time.perf_counter_ns
 
 # Codes of marks. A mark is five items of one flat list: code, seq, group, then two that depend on the code.
-GATHER, WAIT, REDUCE, REACHED, ALL_REDUCE, FORWARD, BACKWARD, MEMORY = range(1, 9)
+GATHER, WAIT, REDUCE, REACHED, ALL_REDUCE, FORWARD, BACKWARD = range(1, 8)
 KIND_OF = {
     GATHER: "unshard", WAIT: "wait", REDUCE: "reduce_scatter", ALL_REDUCE: "all_reduce", FORWARD: "forward",
     BACKWARD: "backward",
@@ -174,8 +174,7 @@ class Times:
     """What was worked out of one step; times in ns of the host's clock.
 
     ``seqs``, ``kinds``, ``passes``, ``groups`` (-1 without), ``begins``, ``ends`` and ``exposed`` (-1 for not known) go
-    together, in the order of ``seq``; ``memory`` holds ``(seq, allocated,
-    reserved)``. ``missing`` counts timings that never completed.
+    together, in the order of ``seq``. ``missing`` counts timings that never completed.
     """
 
     step: int
@@ -188,7 +187,6 @@ class Times:
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     exposed: list[int] = field(default_factory=list)
-    memory: list[tuple[int, int, int]] = field(default_factory=list)
     gather: int = 0
     reduce: int = 0
     missing: int = 0
@@ -349,23 +347,9 @@ class Timing:
         if begin is not None:
             self._marks += (code, seq, -1, begin, self._record(self._api.current()))
 
-    def memory(self, seq: int, gid: int) -> None:
-        """Allocator memory after the event ``seq``."""
-        self._marks += (MEMORY, seq, gid, *self._api.memory())
-
-    def allocator(self) -> tuple[int, int, list[tuple[int, int]]]:
-        """Bytes allocated and reserved now, and by how much they grew over each group's hooks in the running step, the largest
-        first, where memory is read in it: for the note on an exception."""
-        grown: dict[int, int] = {}
-        before: int | None = None
-        for position in range(0, len(self._marks), MARK):
-            code, _, gid, allocated, _ = self._marks[position : position + MARK]
-            if code == MEMORY:
-                if before is not None and allocated > before:
-                    grown[gid] = grown.get(gid, 0) + allocated - before
-                before = allocated
-        allocated, reserved = self._api.memory()
-        return allocated, reserved, sorted(grown.items(), key=lambda item: -item[1])
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the allocator has given out, and bytes that it holds."""
+        return self._api.memory()
 
     # -- on the drain thread -------------------------------------------------------------------------------------------
     def poll(self, pause: float = 0.0) -> list[Times]:
@@ -429,11 +413,8 @@ class _Reader:
         """One mark."""
         times = self._times
         packed, code = code, code % PASS_UNIT
-        if code not in (MEMORY, REACHED):
+        if code != REACHED:
             self._about[seq] = packed, gid
-        if code == MEMORY:
-            times.memory.append((seq, one, two))
-            return
         first = self.at(one)
         second = self.at(two) if two is not None else first
         if first is None or second is None:

@@ -142,7 +142,7 @@ class Gathering(GroupBase):
             shared[ENTERED] = 0
             try:
                 if timing is not None and timing.memory_on:
-                    timing.memory(seq, gid)
+                    self.sample(seq)
                 context = shared[CONTEXT]
                 size = self.bytes
                 append((2, seq, t0, t1, gid, shared[PARENT] or shared[TOP], context, size, 0, 0, 0, 0))

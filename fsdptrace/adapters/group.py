@@ -91,6 +91,14 @@ class GroupBase:
         except Exception as error:
             self.context.owner.fault(error)
 
+    def sample(self, parent: int) -> None:
+        """Records what the allocator holds after the event ``parent``; 10 us, so only in steps with all their detail."""
+        c = self.context
+        if c.timing is not None:
+            allocated, reserved = c.timing.memory()
+            now = clock()
+            c.emit(ev.MEMORY, next(c.ids), now, now, self.id, parent, allocated, reserved)
+
     def flags_changed(self, flags: int, parent: int = 0) -> None:
         """Records each switch that differs from what was last seen, under the event ``parent`` in which it was used."""
         c = self.context

@@ -225,7 +225,7 @@ class Passes(GroupBase):
                 if timing is not None and timing.on:
                     timing.after_reduction(group.comm_ctx, gid, number, all_reduce)
                     if timing.memory_on:
-                        timing.memory(seq, gid)
+                        self.sample(seq)
                 after = group._training_state._value_
                 by = 1 if shared[FINAL] else 0 if shared[BACKWARD_SEQ] else 2
                 append((9, seq, t0, t1, gid, outer or shared[TOP], context, before, after, by, grads, 0))

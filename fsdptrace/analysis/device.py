@@ -68,7 +68,7 @@ class DeviceSums:
     Attributes:
         steps: timed steps whose device time is known; ``span_ns`` that time, summed.
         missing: timings that never completed.
-        allocated, reserved: most bytes of the allocator that were seen.
+        allocated, reserved: most bytes of the allocator that were seen at a unit's boundaries.
         units: by group id.
     """
 
@@ -91,15 +91,12 @@ class DeviceSums:
                 data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True
             )
         )  # fmt: skip
-        memory = [(int(allocated), int(reserved)) for _, allocated, reserved in data["memory"]]
         if any(not -1 <= group < len(model.groups) for group in data["group"]):
             raise IndexError("no such group")
         if data["span"] is not None:
             self.steps += 1
             self.span_ns += int(data["span"])
         self.missing += int(data["missing"])
-        for allocated, reserved in memory:
-            self.allocated, self.reserved = max(self.allocated, allocated), max(self.reserved, reserved)
         open_gather: dict[int, int] = {}
         waits: dict[str, list[tuple[int, int, int, int]]] = {}
         for _, what, pass_, group, t0, ns, exposed in rows:
@@ -141,6 +138,10 @@ class DeviceSums:
             known.exposed[i] += waited
             if i + 1 < len(waits):
                 known.compute[i] += max(0, waits[i + 1][0] - t0 - waited)
+
+    def memory(self, allocated: int, reserved: int) -> None:
+        """Takes what the allocator held at most in a step."""
+        self.allocated, self.reserved = max(self.allocated, allocated), max(self.reserved, reserved)
 
     def merge(self, other: DeviceSums) -> None:
         """Adds another rank's sums."""

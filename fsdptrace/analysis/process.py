@@ -374,6 +374,7 @@ class LineReader:
                 self._out_of_order = self._out_of_order or f"step {running.step} was put in order by the ends of its calls"
             self.trace.last_seq = max(self.trace.last_seq, max(records[ev.SEQ :: ev.WIDTH]))
             self.trace.last_t = max(self.trace.last_t, max(ends))
+            self._memory(model, records)
         full = line is not None and line.full
         part = StepPart(
             self.trace.models[model], running.step, records, self._texts, line, full,
@@ -383,6 +384,15 @@ class LineReader:
         running.sent = running.step
         running.step += 1
         self._sink(part)
+
+    def _memory(self, model: int, records: array[int]) -> None:
+        """What the accelerator's allocator held at most."""
+        kinds = records[ev.KIND :: ev.WIDTH]
+        if ev.MEMORY in kinds:
+            sums = self.trace.device.setdefault(model, DeviceSums())
+            for kind, allocated, reserved in zip(kinds, records[ev.A :: ev.WIDTH], records[ev.A + 1 :: ev.WIDTH], strict=True):
+                if kind == ev.MEMORY:
+                    sums.memory(allocated, reserved)
 
     def _sign_of_life(self, kind: str, data: dict[str, Any]) -> None:
         trace = self.trace

@@ -146,6 +146,8 @@ class Tracker:
         past, past_peak: of these, bytes of groups whose backward is over (they wait for nobody), now and at most.
         backward: number of the running or last backward.
         in_backward: an event of a backward that has not ended was seen.
+        allocated, grown: bytes of the accelerator's allocator as last seen in the running step, 0 before, and by how much they
+            had grown when they were read at a group's hook, by group.
         texts: the strings that events refer to.
         on_stale_use: called with ``(seq, group, context)`` when a forward uses a copy that is older than its shards; here and not
             in a handler of the rule's, which every pre-forward would pay for.
@@ -158,6 +160,8 @@ class Tracker:
         self.on_stale_use: Callable[[int, int, int], None] | None = None
         self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
+        self.allocated = 0
+        self.grown: dict[int, int] = {}
         self.held = 0
         self.peak = 0
         self.past = 0
@@ -397,8 +401,15 @@ class Tracker:
             state = self.groups[group]
             state.flags = state.flags | 1 << a if b else state.flags & ~(1 << a)
 
+    def memory(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if self.allocated and a > self.allocated:
+            self.grown[group] = self.grown.get(group, 0) + a - self.allocated
+        self.allocated = a
+
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.step_number += 1
+        self.allocated = 0
+        self.grown.clear()
         self.past_peak = self.past
         self.peak = self.held
         for state in self.groups:

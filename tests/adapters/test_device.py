@@ -18,7 +18,7 @@ from fsdptrace.adapters.device import Timing
 from fsdptrace.checks.base import Violation
 from fsdptrace.checks.engine import Engine
 from fsdptrace.checks.exposed_communication import ExposedCommunication
-from fsdptrace.checks.tracker import Tracker
+from fsdptrace.checks.unsharded_budget import UnshardedBudget
 from fsdptrace.files import read_file
 from fsdptrace.model_map import GroupInfo, ModelMap, UnitInfo
 
@@ -241,21 +241,25 @@ def test_a_step_that_is_not_wanted_costs_no_event(api: Api) -> None:
     assert (timing.on, api.made, timing.poll()) == (False, 0, [])
 
 
-def test_where_the_allocator_grew(api: Api) -> None:
-    timing = Timing(api, lambda step: True, lambda step: True)
-    timing.begin_step(0)
-    for seq, gid, allocated in ((1, 0, 100), (2, 1, 400), (3, 0, 350), (4, 2, 900), (5, 1, 950)):
-        api.allocated = allocated
-        timing.memory(seq, gid)
-    assert timing.allocator() == (950, 7000, [(2, 550), (1, 350)])
+def test_where_the_allocator_grew() -> None:
     groups = tuple(
         GroupInfo(i, f"layers.{i}", i, (), (), 1, 4, 1, "float32", "float32", 4, 4, 1, {}, True, True, 1, False)
         for i in range(3)
     )
     units = tuple(UnitInfo(i, f"layers.{i}", (f"layers.{i}",), (i,), True) for i in range(3))
-    text = notes.allocator(Tracker(ModelMap(0, "M", units, groups)), *timing.allocator())
-    grew = "layers.2 +550 B, layers.1 +350 B"
-    assert text == f" Allocator: 950 B allocated, 7,000 B reserved; in this step it grew most at {grew}."
+    found: list[Violation] = []
+    options = {"unsharded-budget": {"allocated_bytes": 900}}
+    engine = Engine(ModelMap(0, "M", units, groups), [UnshardedBudget], found.append, options=options)
+    for seq, (group, allocated) in enumerate(((0, 100), (1, 400), (0, 350), (2, 900), (1, 950)), 1):
+        engine.handler(ev.MEMORY)(seq, group, 0, allocated, 7000, 0, 0, 0)
+    grew = "grew most at layers.2 +550 B, layers.1 +350 B."
+    text = notes.allocator(engine.tracker, 950, 7000)
+    assert text == f" Allocator: 950 B allocated, 7,000 B reserved; in this step it {grew}"
+    assert [(violation.fqn, violation.evidence, violation.bytes) for violation in found] == [("layers.1", (5,), 950)]
+    assert found[0].message == (
+        "The allocator has given out 950 B at event 5 (unit layers.1), limit 900 B; 0 B of it are gathered parameters. "
+        f"In this step it {grew}"
+    )
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -300,6 +304,8 @@ def test_every_event_that_can_be_timed_is_in_the_file(fake_pg: Any, record: Any,
     timed = [event for event in trace.events if "device_t0" in event.data]
     # Per step three units gather in forward and again in backward, each a gather and a wait; each reduces once.
     kinds = {kind: sum(event.kind == kind for event in timed) for kind in {event.kind for event in timed}}
+    # The CPU has no allocator to ask, but is asked all the same: after each wait and each post-backward.
+    assert sum(event.kind == "memory" for event in trace.events) == 12 + 6
     assert kinds == {"unshard": 12, "wait": 12, "reduce_scatter": 6, "forward": 2, "backward": 2}
     assert all(event["device_t0"] <= event["device_t1"] for event in timed)
     spans = [event for event in trace.events if event.kind == "device"]

@@ -29,7 +29,7 @@ def line(rows: list[tuple[str, int, int, int, int, int]], span: int | None, **mo
     columns = list(zip(*rows, strict=True)) if rows else [()] * 6
     names = ("what", "pass", "group", "t0", "ns", "exposed")
     data: dict[str, Any] = {name: list(column) for name, column in zip(names, columns, strict=True)}
-    return {"seq": list(range(len(rows))), "memory": [], "missing": 0, "span": span, **data, **more}
+    return {"seq": list(range(len(rows))), "missing": 0, "span": span, **data, **more}
 
 
 def pass_of(gathers: list[int], compute: list[int]) -> list[tuple[str, int, int, int, int, int]]:
@@ -52,7 +52,9 @@ def test_sums_per_unit() -> None:
     rows = pass_of([30 * US, 50 * US], [40 * US, 40 * US])
     rows += [("reduce_scatter", 2, 0, 200 * US, 25 * US, 5 * US)]
     for _ in range(2):
-        sums.take(line(rows, 300 * US, memory=[[1, 700, 900], [2, 800, 850]]), model)
+        sums.take(line(rows, 300 * US), model)
+        sums.memory(700, 900)
+        sums.memory(800, 850)
     assert (sums.steps, sums.span_ns, sums.allocated, sums.reserved) == (2, 600 * US, 800, 900)
     first, second = sums.rows(grouped=False)
     assert (first.gathers, first.gather_ns, first.gather_exposed_ns) == (2, 60 * US, 60 * US)
@@ -120,7 +122,7 @@ def test_ranks_add_up() -> None:
     assert (row.units, row.gathers, row.gather_ns, row.gather_exposed_ns) == (1, 2, 40, 12)
 
 
-@pytest.mark.parametrize("broken", [{"ns": []}, {"group": [7]}, {"memory": [[1]]}])
+@pytest.mark.parametrize("broken", [{"ns": []}, {"group": [7]}])
 def test_a_torn_line_is_refused_whole(broken: dict[str, Any]) -> None:
     data = line([("unshard", 1, 0, 0, 10, 4)], 100) | broken
     with pytest.raises((ValueError, IndexError)):
