@@ -125,7 +125,7 @@ def test_slips_of_the_finger_are_said_once(monkeypatch: pytest.MonkeyPatch, capl
         resolve(rule_options={"unsharded-budget": {"budget": 5}, "wrong-root": {"x": 1}})
     assert [record.getMessage() for record in caplog.records] == [
         "FSDPTRACE_DETIAL is no option of fsdptrace and changes nothing; did you mean FSDPTRACE_DETAIL?",
-        "rule_options: unsharded-budget has no option 'budget', so it changes nothing; there is budget_bytes",
+        "rule_options: unsharded-budget has no option 'budget', so it changes nothing; there is budget_bytes, allocated_bytes",
         "rule_options: wrong-root has no option 'x', so it changes nothing; it has none",
     ]
     monkeypatch.setattr("fsdptrace.options._told", set())
