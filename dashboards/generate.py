@@ -101,7 +101,9 @@ def bars(title: str, text: str, expr: str, legend: str, empty: str, unit: str = 
     return panel.with_target(query(expr, legend, instant=True).ref_id("A"))
 
 
-def traces(title: str, text: str, *queries: Any, source: common.DataSourceRef, height: int = 10, width: int = 24) -> table.Panel:
+def traces(
+    title: str, text: str, *queries: Any, source: common.DataSourceRef, height: int = 10, width: int = 24
+) -> table.Panel:
     """A table of traces or spans, whose ids lead to the trace."""
     return _queries(table.Panel().title(title).description(text).span(width).height(height).datasource(source), queries)
 
@@ -184,8 +186,10 @@ def overview() -> dashboard.Dashboard:
                     "median, {{fsdp_pass}}"),
               query(quantile.format(q=0.95, by=",fsdp_pass", metric="fsdp_unshard_host_duration_seconds", ranks=RANKS),
                     "95 %, {{fsdp_pass}}")),
-        lines("Device time of all-gathers", "s", "Only where a run records it",
+        lines("Device time of all-gathers", "s", "Of steps whose device was timed, which an accelerator is needed for; and for how long compute waited",
               query(quantile.format(q=0.95, by="", metric="fsdp_allgather_duration_seconds", ranks=RANKS), "95 %"),
+              query(f"sum by (fsdp_collective) (rate(fsdp_communication_exposed_seconds_total{{{RANKS}}}[$__rate_interval]))",
+                    "compute waits a second for {{fsdp_collective}}"),
               empty=NO_DEVICE_TIMING),
         lines("Bytes on the wire", "Bps", "What a rank receives, by mesh and collective, over the chosen ranks",
               query(f"sum by (fsdp_mesh, fsdp_collective) (rate(fsdp_communication_io_bytes_total{{{RANKS}}}[$__rate_interval]))",
@@ -212,7 +216,9 @@ def overview() -> dashboard.Dashboard:
 
 def units() -> dashboard.Dashboard:
     """What single units do."""
-    text = "Per unit: needs FSDPTRACE_METRIC_MODULES=1 in the exporter's environment for the graphs; the tables come from traces"
+    text = (
+        "Per unit: needs FSDPTRACE_METRIC_MODULES=1 in the exporter's environment for the graphs; the tables come from traces"
+    )
     board = _board("fsdptrace-units", "FSDP2 units", text, ["prometheus", "tempo"])
     empty = "set FSDPTRACE_METRIC_MODULES=1 to have module names on metrics"
     top = (

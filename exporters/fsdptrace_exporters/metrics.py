@@ -29,6 +29,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "fsdp.gathers": ("{gather}", "All-gathers issued"),
     "fsdp.gathers.unused": ("{gather}", "All-gathers whose result was freed unused"),
     "fsdp.communication.io": ("By", "Bytes received by collectives of FSDP2"),
+    "fsdp.communication.exposed": ("s", "Device time for which compute waited for collectives, of steps that were timed"),
     "fsdp.violations": ("{violation}", "Rules broken"),
     "fsdptrace.overhead": ("s", "CPU time of fsdptrace's own threads and of its exporter"),
     "fsdptrace.dropped": ("{event}", "Events lost: not in memory, not in the files, or refused by the back end"),
@@ -36,6 +37,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "fsdp.step.duration": ("s", "Time from one step's end to the next", STEP_BOUNDS),
     "fsdp.unshard.host.duration": ("s", "Host time to issue an all-gather, of steps written in full", HOST_BOUNDS),
+    "fsdp.allgather.duration": ("s", "Device time of an all-gather, of steps that were timed", HOST_BOUNDS),
     "fsdp.recompute.duration": (
         "s",
         "Host time of a checkpointed function's recomputation, of steps written in full",
@@ -43,6 +45,9 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     ),
 }
 """Names, units and meanings; the field of a metric is its name in OTLP, and in Prometheus what that becomes there."""
+
+
+_COLLECTIVES = {ev.UNSHARD: "all_gather", ev.REDUCE_SCATTER: "reduce_scatter", ev.ALL_REDUCE: "all_reduce"}
 
 
 class ProcessMetrics:
@@ -116,6 +121,16 @@ class ProcessMetrics:
             elif kind == ev.RECOMPUTE:
                 about = {"fsdp.module.fqn": part.map.units[rest[0]].fqn} if self._modules and rest[0] >= 0 else {}
                 self._record("fsdp.recompute.duration", (t1 - t0) / 1e9, {**self.attributes, **about})
+
+    def device(self) -> bool:
+        """Takes up what the device did, which is known later than its steps; whether there was any."""
+        times = self._process.take_device()
+        for kind, pass_, ns, exposed in times:
+            if kind == ev.UNSHARD:
+                self._record("fsdp.allgather.duration", ns / 1e9, {**self.attributes, "fsdp.pass": ev.PASSES[pass_]})
+            if exposed > 0:
+                self._count("fsdp.communication.exposed", exposed / 1e9, **{"fsdp.collective": _COLLECTIVES.get(kind, "other")})
+        return bool(times)
 
     def _communication(self, mesh: str, sums: Mapping[str, int]) -> None:
         for pass_ in ("forward", "backward", "recompute", "other"):

@@ -93,7 +93,7 @@ class PrometheusSink:
         self._processes[process.path][1].step(step)
 
     def round(self, process: Follower, caught_up: bool) -> None:
-        pass
+        self._processes[process.path][1].device()
 
     def end(self, process: Follower) -> None:
         # Its last numbers stay until others come: of a restart, both would be there.

@@ -87,6 +87,7 @@ class _Reader(LineReader):
         super().__init__(trace, sink)
         self.spans: dict[tuple[int, int], list[str]] = {}
         self.comm: dict[tuple[int, int], Mapping[str, Mapping[str, int]]] = {}
+        self.device: list[tuple[int, int, int, int]] = []
         self.thinned = 0
         self.drain_ns = 0
         self.progress_t = 0
@@ -105,6 +106,9 @@ class _Reader(LineReader):
         if kind == "thinned":
             self.thinned += int(data["events"])
             return None
+        if kind == "device_times":
+            rows = zip(data["what"], data["pass"], data["ns"], data["exposed"], strict=True)
+            self.device += [(ev.KIND_NUMBER[what], int(pass_), int(ns), int(exposed)) for what, pass_, ns, exposed in rows]
         if kind == "step" and isinstance(comm := data.get("comm"), dict):
             self.comm[int(data.get("model", 0)), int(data["step"])] = {
                 str(mesh): {str(name): int(value) for name, value in sums.items()} for mesh, sums in comm.items()
@@ -202,6 +206,11 @@ class Follower:
     def drain_ns(self) -> int:
         """CPU time of the process's drain thread, as last said."""
         return self._reader.drain_ns
+
+    def take_device(self) -> list[tuple[int, int, int, int]]:
+        """Device times since the last call: kind, pass, how long and how much of it compute waited for (ns, -1 unknown)."""
+        taken, self._reader.device = self._reader.device, []
+        return taken
 
     @property
     def progress_t(self) -> int:

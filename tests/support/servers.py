@@ -277,3 +277,13 @@ def _suite(folder: Path, suite: str) -> list[str]:
         "-o", f"Dir::Etc::sourcelist={sources}", "-o", "Dir::Etc::sourceparts=-", "-o", f"Dir::State::lists={folder / 'lists'}",
         "-o", f"Dir::Cache={folder / 'cache'}", "-o", "APT::Sandbox::User=root",
     ]  # fmt: skip
+
+
+def stop_exporter(folder: Path) -> None:
+    """Ends the exporter of a run's folder that lives on for its last numbers to be scraped."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in (process.info["cmdline"] or []):
+            process.terminate()
+            process.wait(20)

@@ -98,6 +98,8 @@ class MetricSink:
 
     def round(self, process: Follower, caught_up: bool) -> None:
         metered = self._processes.get(process.path)
+        if metered is not None and metered.numbers.device():
+            metered.fresh = True
         if metered is not None and caught_up and self._settings.live and not process.ended:
             now = time.time_ns()
             if now >= metered.next:
@@ -105,6 +107,7 @@ class MetricSink:
 
     def end(self, process: Follower) -> None:
         metered = self._processes.pop(process.path)
+        metered.numbers.device()
         at = identity.unix_ns(process.header, process.trace.last_t) if process.trace.last_t else metered.last
         self._snapshot(process, metered, max(at, metered.last + 1))
         metered.provider.shutdown()
