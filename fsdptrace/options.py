@@ -45,6 +45,8 @@ class Options:
         rule_options: options of rules, by rule name.
         device_timing: ``"auto"``: on an accelerator, the steps that are written with all their events are also timed on the
             device, and allocator memory is read at unit boundaries in them; ``"always"``: every step is timed; ``"off"``.
+        live: shows the run at the lower edge of the terminal while it goes on (needs ``fsdptrace[cli]``): step, gathered bytes,
+            open units, last finding, by rank. A process of its own draws it. Without a terminal, ``fsdptrace top`` shows it.
     """
 
     out: str | None = None
@@ -62,6 +64,7 @@ class Options:
     role: str | None = None
     rule_options: Mapping[str, Mapping[str, Any]] | None = None
     device_timing: str = "auto"
+    live: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -200,6 +203,7 @@ def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
         "run_id": ("RUN_ID", str),
         "role": ("ROLE", str),
         "device_timing": ("DEVICE_TIMING", str),
+        "live": ("LIVE", _switch),
     }
 
 
@@ -276,6 +280,14 @@ def _ranks(text: str) -> tuple[int, ...] | str:
     if text == "all":
         return text
     return tuple(int(part) for part in _names(text))
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in _OFF:
+        return False
+    if text.lower() in ("1", "true", "on", "yes"):
+        return True
+    raise ValueError("neither 1 nor 0")
 
 
 def _checks(text: str) -> tuple[str, ...] | bool:

@@ -27,6 +27,7 @@ from fsdptrace.disk import TraceWriter, choose_folder, spool_folder
 from fsdptrace.drain import Drain
 from fsdptrace.exporting import Exporter
 from fsdptrace.files import LineFormatter
+from fsdptrace.live import Panel
 from fsdptrace.model_map import ModelMap
 from fsdptrace.options import Options, safe_name
 from fsdptrace.ring import Ring
@@ -94,6 +95,9 @@ class Session:
         self._exporter: Exporter | None = None
         self.timings: dict[int, Timing] = {}
         self.device_takers: dict[int, weakref.WeakMethod[Callable[[], bool]]] = {}
+        self.live = options.live
+        self._panel: Panel | None = None
+        self._panel_asked = False
         self.closed = False
         self.ended_by = ""
         self._keeping = threading.Lock()
@@ -128,8 +132,14 @@ class Session:
     # -- the file ------------------------------------------------------------------------------------------------------
     def open_file(self) -> bool:
         """Called by the drain before its first line: opens the file. False when it cannot."""
-        if self.writer is not None:
-            return not self.writer.failed
+        opened = not self.writer.failed if self.writer is not None else self._open_file()
+        if opened and self.live and not self._panel_asked and self.writer is not None:
+            self._panel_asked = True
+            run = f"{self.run_id}:{self.identity.attempt}" if self.identity.attempt else self.run_id
+            self._panel = Panel.start(self.writer.folder, run, self.identity.local_rank, self.complain)
+        return opened
+
+    def _open_file(self) -> bool:
         self.settle_run_id()
         spooled = bool(self.options.exporters) and self.options.out is None
         out = spool_folder() if spooled else self.options.out
@@ -283,6 +293,8 @@ class Session:
         self.closed = True
         last_words.remove(self.drain.last_words)
         self.drain.close()
+        if self._panel is not None:
+            self._panel.close()
         where = str(self.writer.folder) if self.writer is not None else ""
         self.log.close(where)
         _sessions.pop(self.options.file_key(), None)
@@ -349,6 +361,7 @@ def session_for(options: Options) -> Session:
             session.close()  # its folder was deleted under it: what it wrote is gone, and so would be what it writes
         if session is None or session.closed:
             session = _sessions[key] = Session(options)
+        session.live = session.live or options.live
         return session
 
 

@@ -27,7 +27,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "OUT": "/data/traces", "CHECKS": "gather-after-backward",
         "ON_VIOLATION": "*=record,gather-after-backward=raise", "RAISE_UNTIL_STEP": "20", "BUDGET_BYTES": "1.5GB",
         "DETAIL": "full", "FLUSH": "collective", "MAX_BYTES": "64MiB", "RUN_ID": "run-7", "ROLE": "actor",
-        "SCHEDULE": "wait=1,active=2,repeat=1",
+        "SCHEDULE": "wait=1,active=2,repeat=1", "LIVE": "yes",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"FSDPTRACE_{name}", value)
     options = resolve()
@@ -36,6 +36,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.on_violation == {"*": "record", "gather-after-backward": "raise"}
     assert (options.raise_until_step, options.budget_bytes, options.max_bytes) == (20, 1_500_000_000, 64 * 1024**2)
     assert (options.detail, options.flush, options.run_id, options.role) == ("full", "collective", "run-7", "actor")
+    assert options.live
     assert options.schedule is not None
     # One step of waiting, two of recording (of which the last one ends a cycle), then nothing.
     assert [options.schedule(step) for step in range(5)] == [
@@ -97,6 +98,7 @@ def test_bad_keyword(given: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
+        ("LIVE", "2", "FSDPTRACE_LIVE='2': neither 1 nor 0"),
         ("MAX_BYTES", "lots", "FSDPTRACE_MAX_BYTES='lots': not a number of bytes such as 1073741824 or 64MiB"),
         ("RAISE_UNTIL_STEP", "x", "FSDPTRACE_RAISE_UNTIL_STEP='x': "),
         ("SCHEDULE", "every=3", "FSDPTRACE_SCHEDULE='every=3': use wait=2,warmup=1,active=3,repeat=0,skip_first=10"),

@@ -150,6 +150,26 @@ def check(
         raise typer.Exit(UNUSABLE)
 
 
+@app.command()
+def top(
+    folder: Folder = None,
+    json: Json = False,
+    run: RunId = None,
+    every: Annotated[float, typer.Option("--every", min=0.2, metavar="SECONDS", help="between two looks")] = 1.0,
+) -> None:
+    """A run while it goes on: step, gathered bytes, open units, findings and what it is at, by rank. Ctrl-C ends it."""
+    with _clear():
+        from fsdptrace.analysis.live import RunWatch
+        from fsdptrace.cli import top as view
+        from fsdptrace.cli.output import print_json
+
+        watch = RunWatch(folder or default_folder(), run)
+        if json:
+            print_json(view.to_json(watch.look()))
+        else:
+            view.follow(watch, every)
+
+
 Profiles = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option("--with", metavar="PROFILE", help="a trace that torch.profiler wrote of a rank of this run; repeatable"),

@@ -140,6 +140,8 @@ def describe(part: StepPart, record: Sequence[int]) -> str:
             continue
         if codec == "bytes" or name == "wire_bytes":
             value = size(value)
+        elif codec == "ns":
+            value = f"{value:,} ns"
         elif codec == "group":
             value = part.map.fqn(value) or "(root)"
         elif codec == "unit":

@@ -17,9 +17,9 @@ from fsdptrace_exporters.perfetto.sink import Sink, Slice, Template, Value, nest
 
 _PER_PROCESS = 1 << 24  # numbers of tracks and arrows of one process
 _STEPS, _FOUND, _BYTES, _CALLS, _COLLECTIVES, _UNITS = (100 * place for place in range(1, 7))
-#: Kinds that are no call: the step's line is a slice of another track, a change of parameters has the times of its
-#: optimizer's step, of which the number of groups says as much.
-_NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE))
+#: Kinds that are no call: the step's line is a slice of another track; a change of parameters has the times of its
+#: optimizer's step, of which the number of groups says as much; what a device did is known long after.
+_NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE, ev.DEVICE))
 
 
 @dataclass(slots=True)
