@@ -23,7 +23,6 @@ from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.engine import Engine
 from fsdptrace.checks.text import count
 from fsdptrace.model_map import ModelMap
-from fsdptrace.summary import rows_of
 
 SCHEMA = "fsdptrace-check/1"
 
@@ -277,8 +276,7 @@ class _Judge:
             return
         self._step = part.step
         try:
-            for record in rows_of(part.records):
-                engine.feed(record)
+            engine.feed_all(part.records)
         except Exception as error:  # a file can hold what no recorder writes
             self._engines[number] = None
             self.incomplete += 1

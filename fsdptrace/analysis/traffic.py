@@ -147,8 +147,8 @@ def _form(info: GroupInfo, row: UnitRow, outermost: bool, expected: dict[Key, li
 
     forwards, backwards = row.sums.forwards, row.sums.backwards
     add(ev.UNSHARD, info.world, info.dtype, forwards, info.bytes)
-    # By default a root stays open after its forward (torch 2.8 and newer).
-    if info.post_forward_world > 1 and not (outermost and info.auto_policy):
+    # By default a root stays open after its forward; before torch 2.8, which does not tell (None), whatever its policy.
+    if info.post_forward_world > 1 and not (outermost and info.auto_policy is not False):
         add(ev.UNSHARD, info.post_forward_world, info.dtype, backwards, info.bytes)
     elif info.world == 1 and info.reshard_after_forward:
         add(ev.UNSHARD, 1, info.dtype, backwards, info.bytes)

@@ -66,6 +66,12 @@ class Engine:
             record[ev.SEQ], record[ev.GROUP], record[ev.CONTEXT], *record[ev.A : ev.A + 5]
         )  # fmt: skip
 
+    def feed_all(self, records: Sequence[int]) -> None:
+        """Shows flat records, one after the other."""
+        handlers = self._handlers
+        for kind, seq, _, _, group, _, context, a, b, c, d, e in zip(*[iter(records)] * ev.WIDTH, strict=True):
+            handlers[kind](seq, group, context, a, b, c, d, e)
+
     def _compose(self, kind: int) -> Handler:
         name = ev.KINDS[kind]
         parts: list[Handler] = []

@@ -36,16 +36,34 @@ def communication(screen: Screen, model: ModelReport, every: bool) -> None:
         ]
         for row in traffic.rows
     ]  # fmt: skip
-    other = [row.calls != row.expected_calls or row.wire_bytes != row.expected_wire_bytes for row in traffic.rows]
-    screen.table(columns, cells, ["yellow" if differs else "" for differs in other])
-    if traffic.differences:
-        shown = traffic.differences if every else traffic.differences[:SHOWN]
-        left = len(traffic.differences) - len(shown)
-        more = f"; and {count(left, 'unit')} more" if left else ""
-        screen.prose("not as the form has it: " + "; ".join(_difference(item, steps) for item in shown) + more, 2, "yellow")
+    more = [row.calls > row.expected_calls or row.wire_bytes > row.expected_wire_bytes for row in traffic.rows]
+    screen.table(columns, cells, ["yellow" if item else "" for item in more])
+    above = [item for item in traffic.differences if item.wire_bytes > item.expected_wire_bytes]
+    open_already = [item for item in traffic.differences if item not in above and item.collective == "all-gather"]
+    held_back = [item for item in traffic.differences if item not in above and item not in open_already]
+    for said, items, style in (
+        ("more than the form", above, "yellow"), ("less, since they were open already", open_already, "dim"),
+        ("less, since gradients were held back", held_back, "dim"),
+    ):  # fmt: skip
+        _not_the_form(screen, said, items, style, steps, every)
     if traffic.unknown:
         names = ", ".join(name(unit) for unit in traffic.unknown[:3]) + (" …" if len(traffic.unknown) > 3 else "")
         screen.prose(f"the form leaves out reductions of {names}: their dtypes are not in the model line", style="dim")
+
+
+def _not_the_form(screen: Screen, said: str, items: Sequence[Difference], style: str, steps: int, every: bool) -> None:
+    """A line on the units that differ in one way; of one name pattern that differ alike, the first."""
+    alike: dict[tuple[object, ...], list[Difference]] = {}
+    for item in items:
+        numbers = (item.calls, item.expected_calls, item.wire_bytes, item.expected_wire_bytes)
+        key = (item.collective, pattern(item.unit), *numbers) if not every else (item.collective, item.unit)
+        alike.setdefault(key, []).append(item)
+    if not alike:
+        return
+    parts = [_difference(first, steps) + (f" and {len(rest)} alike" if rest else "") for first, *rest in alike.values()]
+    left = 0 if every else max(0, len(parts) - SHOWN)
+    shown = "; ".join(parts if every else parts[:SHOWN]) + (f"; and {left} more (--all)" if left else "")
+    screen.prose(f"{said}: {shown}", 2, style)
 
 
 def _difference(item: Difference, steps: int) -> str:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import fsdptrace
 from fsdptrace.analysis import load
 from fsdptrace.analysis.traffic import Difference, gradient_bytes
 from fsdptrace.model_map import ModelMap
@@ -214,3 +222,82 @@ def test_what_tracing_cost(tmp_path: Path) -> None:
     rows = load(tmp_path).side_by_side.rows
     assert [(row.events, row.dropped, row.drain_ns) for row in rows] == [(36, 0, 1), (36, 0, 1)]
     assert [row.bytes for row in rows] == [path.stat().st_size for path in paths]
+
+
+def _block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 10))
+
+
+def _model(mesh: Any, checkpoint: str = "", frozen: int = -1, **options: Any) -> nn.Module:
+    """Three blocks of 220 parameters, and 77 in the root. Over 4 ranks 10 rows are padded to 12, and 7 to 8: 264 and 88."""
+    model = nn.Sequential(*[_block() for _ in range(3)], nn.Linear(10, 7))
+    for i in range(3):
+        if i == frozen:
+            model[i].requires_grad_(False)
+        if checkpoint == "inside":
+            model[i] = checkpoint_wrapper(model[i])
+        fully_shard(model[i], mesh=mesh, **options)
+        if checkpoint == "outside":
+            model[i] = checkpoint_wrapper(model[i])
+    policy = {name: value for name, value in options.items() if name == "mp_policy"}
+    return fully_shard(model, mesh=mesh, **policy)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Parameters that travel per pass, of three blocks and the root, three quarters of them received: 3 * 264 + 88 = 880, 660.
+BLOCKS, ROOT = 3 * 264 * 3 // 4, 88 * 3 // 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "options", "batches", "received"),
+    [
+        # float32: gathers of all in forward, of the blocks in backward (the root stays open), reductions of all.
+        ((4,), None, {}, 1, 4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT)),
+        ((4,), None, {}, 3, 3 * (4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT))),
+        ((4,), None, {"mp_policy": HALF}, 1, 2 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT)),
+        ((4,), None, {"reshard_after_forward": False}, 1, 4 * (BLOCKS + ROOT) + 4 * (BLOCKS + ROOT)),
+        # In backward over 2 ranks: half of the parameters instead of three quarters.
+        ((4,), None, {"reshard_after_forward": 2}, 1, 4 * (BLOCKS + ROOT + 3 * 264 // 2) + 4 * (BLOCKS + ROOT)),
+        ((4,), None, {"checkpoint": "inside"}, 1, 4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT)),
+        ((4,), None, {"checkpoint": "outside"}, 1, 4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT)),
+        ((4,), None, {"frozen": 1}, 1, 4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS * 2 // 3 + ROOT)),
+        # Two replicas: all-reduce of a quarter, there and back.
+        ((2, 4), ("dp", "fsdp"), {}, 1, 4 * (2 * BLOCKS + ROOT) + 4 * (BLOCKS + ROOT) + 4 * 2 * (880 // 4 // 2)),
+        ((1,), None, {}, 1, 0),
+    ],
+)  # fmt: skip
+def test_the_form_is_what_real_programs_do(
+    shape: tuple[int, ...], names: Any, options: dict[str, Any], batches: int, received: int,
+    fake_pg: Callable[..., Any], record: Callable[..., fsdptrace.Recording],
+) -> None:  # fmt: skip
+    model = _model(fake_pg(*shape, names=names), **options)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    with record(model, detail="full") as recording:
+        for _ in range(2):
+            for _ in range(batches):
+                model(torch.randn(2, 10)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    recording.close()
+    traffic = load(recording.path).models[0].traffic
+    assert (traffic.wire_bytes, traffic.expected_wire_bytes) == (2 * received, 2 * received)
+    assert (traffic.differences, traffic.unknown, traffic.steps) == ([], [], 2)
+
+
+def test_what_real_programs_do_besides_the_form(
+    fake_pg: Callable[..., Any], record: Callable[..., fsdptrace.Recording]
+) -> None:
+    """Gradients held back over three micro-batches, and a frozen unit in front that the prefetch gathers for nothing."""
+    model = _model(fake_pg(4), frozen=0)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    with record(model, detail="full") as recording:
+        for batch in range(3):
+            model.set_requires_gradient_sync(batch == 2)  # type: ignore[operator]
+            model(torch.randn(2, 10)).sum().backward()
+        optimizer.step()
+    recording.close()
+    differences = load(recording.path).models[0].traffic.differences
+    assert {(item.unit, item.collective): (item.calls, item.expected_calls) for item in differences} == {
+        ("0", "all-gather"): (6, 3),
+        **{(unit, "reduce-scatter"): (1, 3) for unit in ("1", "2", "")},
+    }

@@ -65,7 +65,7 @@ def test_report_has_communication_prefetches_ranks_and_its_own_cost(tmp_path: Pa
     rows = [line.split() for line in output.splitlines()]
     assert ["all-gather", "dim", "0", "(2)", "float32", "3", "4", "2,500", "B", "4,000", "B"] in rows
     assert ["reduce-scatter", "dim", "0", "(2)", "float32", "2", "2", "2,000", "B", "2,000", "B"] in rows
-    assert "not as the form has it: all-gather of layers.1 1x instead of 2x (-1,500 B)" in output
+    assert "less, since they were open already: all-gather of layers.1 1x instead of 2x (-1,500 B)" in output
     assert ["backward", "implicit", "1", "1", "1", "0", "30", "ns"] in rows
     assert "a step takes 178 ns on all ranks alike" in output
     assert "(10 collectives of 2 steps compared)" in output
