@@ -21,6 +21,7 @@ from fsdptrace.adapters.first_use import FirstUse
 from fsdptrace.adapters.frames import STATE_DICT, modules_in
 from fsdptrace.adapters.optimizer import OptimizerSteps
 from fsdptrace.adapters.process import attach
+from fsdptrace.checks.base import InvariantViolation
 from fsdptrace.checks.policy import logger
 from fsdptrace.last_words import unhandled
 from fsdptrace.options import Options, resolve
@@ -60,6 +61,8 @@ class AutoRecording(Recording):
     def _used(self, module: nn.Module, args: Any) -> None:
         try:
             self._start(module, args)
+        except InvariantViolation:  # what the rules say before a first forward
+            raise
         except Exception as error:
             self.faults += 1
             if self.faults == 1:

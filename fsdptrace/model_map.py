@@ -61,6 +61,8 @@ class GroupInfo:
             newer); ``None`` where the release does not say.
         trainable: parameters that require grad.
         offload: shards live on the CPU.
+        named_dtype, named_reduce_dtype: what the mixed-precision policy names for gathers and reductions; empty where it names
+            none, or where parameters bring an all-gather of their own (``fsdp_pre_all_gather``, as float8 does).
         shard_group, replicate_group: process group of the shards and of the replicas, as ``name:ranks`` (``0:0-7``).
     """
 
@@ -82,6 +84,8 @@ class GroupInfo:
     auto_policy: bool | None
     trainable: int
     offload: bool
+    named_dtype: str = ""
+    named_reduce_dtype: str = ""
     shard_group: str = ""
     replicate_group: str = ""
 

@@ -17,6 +17,7 @@ from fsdptrace.adapters.state_dict import STATE_DICTS
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.between import Between
+    from fsdptrace.adapters.facts import Facts
 
 clock = time.perf_counter_ns
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -146,6 +147,7 @@ class Context:
         self.step = 0  # steps that ended so far
         self.between: Between
         self.timing: Timing | None = None
+        self.facts: Facts
 
     def emit(
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
@@ -193,6 +195,7 @@ class Context:
             self.between.arrive()
         if self.timing is not None and self.timing.on:
             self.timing.open(seq)
+        self.facts.forward_begins(self.inference)
 
     def close_forward(self, t1: int) -> None:
         """The outermost forward is over; its event is recorded."""
@@ -267,6 +270,7 @@ class Context:
         finally:
             shared[CONTEXT] = outer
             self.outside(True)
+            self.facts.backward_ended()
 
     def outside(self, grad: bool) -> None:
         """A forward (with ``grad`` or without) or a backward ended: what comes now may be work past the forwards."""

@@ -128,6 +128,7 @@ def _group_info(
     keeps: bool | int = post is not None if post is None or post is mesh_info else post_world
     if keeps == world:
         keeps = True
+    extended = any(hasattr(p.sharded_param._local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params)
     grads = {
         policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype
         for p in group.fsdp_params
@@ -143,6 +144,8 @@ def _group_info(
         mesh=_mesh(mesh_info), reshard_after_forward=keeps,
         auto_policy=getattr(state, "_auto_reshard_after_forward", None),
         trainable=sum(p.trainable for p in params), offload=any(p.offload_to_cpu for p in group.fsdp_params),
+        named_dtype=dtype_name(policy.param_dtype) if policy.param_dtype and not extended else "",
+        named_reduce_dtype=dtype_name(policy.reduce_dtype) if policy.reduce_dtype else "",
         shard_group=group_label(getattr(mesh_info, "shard_process_group", None)),
         replicate_group=group_label(getattr(mesh_info, "replicate_process_group", None)),
     )  # fmt: skip

@@ -31,6 +31,7 @@ from fsdptrace.adapters.context import (
     graph_task_id,
 )  # fmt: skip
 from fsdptrace.adapters.describe import Described, Unit
+from fsdptrace.adapters.facts import Facts
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.adapters.look import flags_of
@@ -55,11 +56,15 @@ class InstalledModel:
             GroupHooks(context, group, info) for group, info in zip(described.groups, described.map.groups, strict=True)
         ]
         self.between = context.between = Between(context, self.groups)
+        self.facts = context.facts = Facts(context, self.groups, self._described)
         self.installed = False
         self._units = [self._prepare(unit) for unit in self.units]
         self._parts = PartHooks(((unit.modules, unit.groups) for unit in self.units), self.part_failed)
         self._classes = {type(hooks.group) for hooks in self.groups}
         self._methods = self._class_methods()
+
+    def _described(self) -> Described:
+        return Described(self.map, self.units, [hooks.group for hooks in self.groups])
 
     def _class_methods(self) -> list[Any]:
         """The functions that the wrappers call, which somebody may patch between two recordings."""

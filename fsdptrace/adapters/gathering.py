@@ -170,7 +170,11 @@ class Gathering(GroupBase):
             before = group._sharded_state
             if before is nothing_to_do:
                 result = orig(group)
-                if not shared[PARENT] and (frame := sys._getframe(1)).f_code.co_name == "to_sharded_hook":
+                if shared[PARENT]:
+                    return result
+                self.known.clear()  # a model that is moved or cast is freed first (FSDPModule._apply)
+                self.reduced.clear()
+                if (frame := sys._getframe(1)).f_code.co_name == "to_sharded_hook":
                     self.state_dict_hook(frame)
                 return result
             t0 = clock()

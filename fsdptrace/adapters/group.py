@@ -58,6 +58,7 @@ class GroupBase:
         self.left: list[Look] | None = None
         self.versions: list[int] = []
         self._loaded = -1
+        self.buffers_are_plain = False  # seen not to be of inference_mode
 
     def method(self, name: str) -> Callable[..., Any]:
         """The method to call with the group as first argument: the class's function, which keeps no group alive, or what

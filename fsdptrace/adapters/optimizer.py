@@ -19,12 +19,15 @@ from torch.optim.optimizer import (
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.context import BUSY, CONTEXT, STEPPED, clock
+from fsdptrace.adapters.facts import some, tell
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.group import UNSHARDED
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.adapters.look import count_gradients
+from fsdptrace.adapters.names import names_of
+from fsdptrace.adapters.wrap import alone, params_of
 
-_COPY = ev.PARAM_FACTS.index("copy_in_optimizer")
+_COPY, _OUTSIDE = (ev.PARAM_FACTS.index(name) for name in ("copy_in_optimizer", "outside_in_optimizer"))
 
 
 @dataclass(slots=True)
@@ -57,6 +60,9 @@ class OptimizerSteps:
     def __init__(self, models: Iterable[InstalledModel]) -> None:
         self._models: weakref.WeakSet[InstalledModel] = weakref.WeakSet(models)
         self._known: weakref.WeakKeyDictionary[Optimizer, dict[int, Holding]] = weakref.WeakKeyDictionary()
+        self._outsiders: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[tuple[int, int]]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._numbers = 0
         self._t0 = 0
         self._handles: list[Any] = []
@@ -83,21 +89,62 @@ class OptimizerSteps:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         t1 = clock()
+        holding: Holding | None = None
         for model in sorted(self._models, key=_number):
             if not model.installed:
                 continue
             context = model.context
             try:
-                self._record(optimizer, model, t1)
+                its = self._record(optimizer, model, t1)
+                if its is not None and its.groups and its.foreign and holding is None:
+                    holding = its
+                    self._look_outside(optimizer, model, its)
             except Exception as error:
                 if context.owner.stop_run(error):
                     raise
                 context.owner.fault(error)
 
-    def _record(self, optimizer: Optimizer, model: InstalledModel, t1: int) -> None:
+    def _look_outside(self, optimizer: Optimizer, model: InstalledModel, holding: Holding) -> None:
+        """Parameters beside the model's that are of no recorded model and got a gradient: nobody reduces it."""
+        if all(hooks.info.world * hooks.info.replicate_world == 1 for hooks in model.groups):
+            return
+        known = self._outsiders.get(optimizer)
+        if known is None or known[0] != holding.key:
+            known = self._outsiders[optimizer] = holding.key, self._find_outside(optimizer)
+        key, places = known
+        if not places:
+            return
+        params = [(place, optimizer.param_groups[place[0]]["params"][place[1]]) for place in places]
+        got = [(place, param) for place, param in params if param.grad is not None]
+        if not got:
+            return
+        found = {place for place, _ in got}
+        self._outsiders[optimizer] = key, [place for place in places if place not in found]
+        names = names_of(param for _, param in got)
+        ours = [param for _, param in got if id(param) in names]
+        if ours:
+            text = some([names[id(param)] for param in ours])
+            size = sum(param.numel() * param.element_size() for param in ours)
+            tell(model.context, _OUTSIDE, ev.NONE, text, detail=f"{len(ours)} {holding.title}", size=size)
+
+    def _find_outside(self, optimizer: Optimizer) -> list[tuple[int, int]]:
+        """Positions of the plain trainable parameters that belong to no recorded model and to no part of one."""
+        ours: set[int] = set()
+        for model in self._models:
+            if model.installed:
+                ours.update(id(param) for hooks in model.groups for param in params_of(hooks.group))
+                ours |= model.facts.named
+        return [
+            (i, j)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, param in enumerate(group["params"])
+            if id(param) not in ours and alone(param)
+        ]
+
+    def _record(self, optimizer: Optimizer, model: InstalledModel, t1: int) -> Holding | None:
         holding = self._holding(optimizer, model)
         if not holding.groups and not holding.copies:
-            return
+            return None
         holding.steps += 1
         if holding.steps < 4 or not holding.steps % 128:
             owned = [model.groups[group] for group in holding.groups]
@@ -128,6 +175,7 @@ class OptimizerSteps:
         )  # fmt: skip
         # In a backward too (a post-accumulate hook): the step goes on until the next outermost forward all the same.
         shared[STEPPED] = 1
+        return holding
 
     def _holding(self, optimizer: Optimizer, model: InstalledModel) -> Holding:
         lists = [group["params"] for group in optimizer.param_groups]

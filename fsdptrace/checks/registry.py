@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdptrace.checks.base import Rule
+from fsdptrace.checks.comm_dtype import CommDtype
 from fsdptrace.checks.exposed_communication import ExposedCommunication
 from fsdptrace.checks.flags_at_step import FlagsAtStep
 from fsdptrace.checks.gather_after_backward import GatherAfterBackward
@@ -14,22 +15,26 @@ from fsdptrace.checks.late_reshard import LateReshard
 from fsdptrace.checks.lost_pre_backward import LostPreBackward
 from fsdptrace.checks.missing_reduction import MissingReduction
 from fsdptrace.checks.optimizer_owns_temporary import OptimizerOwnsTemporary
+from fsdptrace.checks.order_changed import OrderChanged
 from fsdptrace.checks.outside_forward import OutsideForward
 from fsdptrace.checks.pending_gather import PendingGather
 from fsdptrace.checks.policy_ignored import PolicyIgnored
 from fsdptrace.checks.repeated_gather import RepeatedGather
 from fsdptrace.checks.stale_weights import StaleWeights
 from fsdptrace.checks.unclean_start import UncleanStart
+from fsdptrace.checks.uncovered_parameter import UncoveredParameter
 from fsdptrace.checks.unpaired_unshard import UnpairedUnshard
 from fsdptrace.checks.unsharded_budget import UnshardedBudget
 from fsdptrace.checks.unused_gather import UnusedGather
+from fsdptrace.checks.wrap_rules import InferenceBuffer, MixedDtypeUnit, SplitTie
 from fsdptrace.checks.write_to_temporary import WriteToTemporary
 from fsdptrace.checks.wrong_root import WrongRoot
 
 _ALL: tuple[type[Rule], ...] = (
     GatherAfterBackward, UnpairedUnshard, PendingGather, UnusedGather, RepeatedGather, LateReshard, UnshardedBudget,
     StaleWeights, PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, OutsideForward,
-    MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, ExposedCommunication,
+    MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, UncoveredParameter,
+    MixedDtypeUnit, SplitTie, InferenceBuffer, CommDtype, OrderChanged, ExposedCommunication,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""

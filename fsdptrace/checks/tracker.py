@@ -149,8 +149,10 @@ class Tracker:
         allocated, grown: bytes of the accelerator's allocator as last seen in the running step, 0 before, and by how much they
             had grown when they were read at a group's hook, by group.
         texts: the strings that events refer to.
+        order: groups in the order in which the last forward with grad ran them, each time that it did.
         on_stale_use: called with ``(seq, group, context)`` when a forward uses a copy that is older than its shards; here and not
-            in a handler of the rule's, which every pre-forward would pay for.
+            in a handler of the rule's, which every pre-forward would pay for. ``on_other_dtype`` likewise with ``(seq, group,
+            dtype)`` when a gather has another dtype than the model map says.
     """
 
     def __init__(self, model_map: ModelMap, release: tuple[int, int] = (2, 13), texts: ev.Texts | None = None) -> None:
@@ -158,6 +160,10 @@ class Tracker:
         self.release = release
         self.texts = texts or ev.Texts()
         self.on_stale_use: Callable[[int, int, int], None] | None = None
+        self.on_other_dtype: Callable[[int, int, int], None] | None = None
+        self._dtypes = [ev.DTYPE_NUMBER.get(group.dtype, 0) for group in model_map.groups]
+        self.order: list[int] = []
+        self._order: list[int] = []
         self.groups = [GroupState(group.id, group.fqn, usual_flags(group)) for group in model_map.groups]
         self.step_number = 0
         self.allocated = 0
@@ -222,6 +228,8 @@ class Tracker:
         state.opened_step = self.step_number
         state.used = False
         state.closed_by = 0
+        if c != self._dtypes[group] and self.on_other_dtype is not None:
+            self.on_other_dtype(seq, group, c)
         if not state.smaller:
             state.gathered = seq
             state.gathered_step = self.step_number
@@ -278,6 +286,7 @@ class Tracker:
                 state.paused -= 1
                 state.uses += 1
         elif d == 1:
+            self._order.append(group)
             state.ran = seq
             state.uses += 1
             state.over = 0
@@ -344,6 +353,7 @@ class Tracker:
                 self.groups[first].began = False
         self._began.clear()
         self._last.clear()
+        self.order, self._order = self._order, []
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.in_backward = False

@@ -21,6 +21,7 @@ OURS = (
     "gather-after-backward", "unpaired-unshard", "pending-gather", "unused-gather", "repeated-gather", "late-reshard",
     "unsharded-budget", "policy-ignored", "illegal-state", "lost-pre-backward", "unclean-start", "wrong-root", "flags-at-step",
     "outside-forward", "stale-weights", "missing-reduction", "optimizer-owns-temporary", "write-to-temporary",
+    "uncovered-parameter", "mixed-dtype-unit", "split-tie", "inference-buffer", "comm-dtype", "order-changed",
 )  # fmt: skip
 """The rules that these tests are about. The others have tests of their own."""
 
