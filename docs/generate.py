@@ -21,7 +21,7 @@ NOTE: Final = "<!-- Written by docs/generate.py (make docs). Change the code, no
 _CODECS: Final[Mapping[str, str]] = {
     "int": "int", "ns": "int, ns",
     "bytes": "int, bytes", "bool": "bool", "group": "group id", "unit": "unit id", "dtype": "dtype name",
-    "text": "text", "derived": "int",
+    "text": "text", "derived": "int", "count": "int", "json": "object",
 }  # fmt: skip
 
 _FILES: Final = """\
@@ -90,6 +90,7 @@ _LINES: Final = (
         "`exposed` (ns that compute waited for it; -1 not known), which a reader gives to the events as `device_t0`, "
         "`device_t1`, `exposed`; `missing` (timings that never completed)",
     ),
+    ("`coverage`", "something that this run cannot show came to light after the header", "`line`"),
     (
         "`end`",
         "the process closed its file; a file without it is of one that died or still runs",

@@ -116,6 +116,7 @@ class AutoRecording(Recording):
             if recorded is not None and (id(root) in inside or any(module is model for module in root.modules())):
                 recorded.end_step()
                 recorded.hooks.remove()
+                recorded.context.regions.stop()
                 del self._roots[root]
         for module, waiting in list(self._waiting.items()):
             if id(module) in inside:
@@ -150,6 +151,7 @@ class AutoRecording(Recording):
             logger().error(f"fsdptrace failed and turned itself off; training goes on: {type(error).__name__}: {error}")
         for recorded in self.alive():
             recorded.hooks.remove()
+            recorded.context.regions.stop()
         self._steps.remove()
 
     def finish(self) -> None:

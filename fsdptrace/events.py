@@ -11,6 +11,7 @@ Times are ``time.perf_counter_ns`` of the host, in ns; the header of a file maps
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,12 +45,13 @@ VIOLATION: Final = 22
 PARAM: Final = 23
 DEVICE: Final = 24
 MEMORY: Final = 25
+MISMATCH: Final = 26
 
 #: Names of the kinds, by number. Index 0 is unused.
 KINDS: Final[tuple[str, ...]] = (
     "", "unshard", "wait", "reshard", "discard", "prefetch", "pre_forward", "post_forward", "pre_backward",
     "post_backward", "reduce_scatter", "all_reduce", "forward", "backward", "region", "recompute", "state", "flag",
-    "param_change", "optimizer_step", "exception", "step", "violation", "param", "device", "memory",
+    "param_change", "optimizer_step", "exception", "step", "violation", "param", "device", "memory", "mismatch",
 )  # fmt: skip
 KIND_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(KINDS) if name}
 
@@ -96,6 +98,11 @@ FLAGS: Final[tuple[str, ...]] = (
     "requires_gradient_sync", "requires_all_reduce", "reshard_after_backward", "reshard_after_forward",
     "unshard_in_backward", "is_last_backward",
 )  # fmt: skip
+#: Ways to checkpoint: ``use_reentrant=False``, ``use_reentrant=True``, and the former with contexts that save some operators' results.
+CHECKPOINTS: Final[tuple[str, ...]] = ("non_reentrant", "reentrant", "selective")
+#: How a recomputation ended. Early stop: PyTorch ended it once the last tensor that was saved in the forward was there again.
+ENDS: Final[tuple[str, ...]] = ("returned", "early_stop", "error")
+MISMATCHES: Final[tuple[str, ...]] = ("count", "metadata", "values")
 CHANGE_CAUSES: Final[tuple[str, ...]] = ("optimizer_step", "load", "write")
 ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict")
 #: What was seen of a single parameter, and why it matters.
@@ -126,7 +133,8 @@ class FieldSpec:
 
     ``codec`` says how the integer of the record becomes a value: ``int``, ``bytes`` (an int, in bytes), ``ns`` (an int, in ns), ``group`` and
     ``unit`` (an id, ``None`` for -1), ``bool``, ``enum`` (an index into ``names``), ``dtype``, ``how`` (the three
-    packed enumerations noop, direction, mode), ``op`` (operator and which parameters took part), ``text`` (an index into the session's table of strings), ``derived``
+    packed enumerations noop, direction, mode), ``op`` (operator and which parameters took part), ``text`` (an index into the
+    session's table of strings), ``json`` (such an index; the text is JSON), ``count`` (an int, ``None`` for -1), ``derived``
     (not in the record: worked out from the others and the model map by :func:`decode`).
 
     ``usual`` is the value that a file leaves out: an integer of the record, or ``"model"`` for what the group's entry
@@ -168,14 +176,6 @@ _BYTES_COMM = (
     _f("tensors", "int", "parameters that really had a gradient"),
     _f("op", "op", "op: reduction operator; which: the parameters that had a gradient", OPS, 0),
     _f("wire_bytes", "derived", "what this rank receives"),
-)
-
-_REGION = (
-    _f("region", "int", "number of the region"),
-    _f("unit", "unit", "the unit it lies in"),
-    _f("saved", "int", "saved tensors"),
-    _f("saved_bytes", "bytes", "their bytes; null where PyTorch keeps no metadata"),
-    _f("name", "text", "module name"),
 )
 
 SPECS: Final[Mapping[int, KindSpec]] = {
@@ -260,8 +260,26 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("finished", "bool", "the root's final callback ran; false after an error", usual=1),
             ),
         ),
-        KindSpec(REGION, "region", "a checkpointed function's forward", _REGION),
-        KindSpec(RECOMPUTE, "recompute", "a checkpointed function's recomputation", _REGION),
+        KindSpec(
+            REGION, "region", "a checkpointed function's forward, with grad; the event's group is that of the unit it lies in",
+            (
+                _f("region", "int", "number of the region: the `seq` of this event"),
+                _f("saved", "count", "tensors that autograd saved for its backward; null where PyTorch does not tell (reentrant)"),
+                _f("saved_bytes", "bytes", "what they would take, each counted by itself; null where PyTorch keeps no metadata"),
+                _f("checkpoint", "enum", "which kind of checkpointing", CHECKPOINTS, 0),
+                _f("name", "text", "the module's name, or the function's with that of the module it belongs to"),
+            ),
+        ),
+        KindSpec(
+            RECOMPUTE, "recompute", "a checkpointed function's recomputation, from the call of the function to its end",
+            (
+                _f("region", "int", "`seq` of the region's `region` event"),
+                _f("saved", "count", "tensors that it saved"),
+                _f("end", "enum", "how it ended; early_stop: the last tensor that was needed was there", ENDS, 1),
+                _f("checkpoint", "enum", "which kind of checkpointing", CHECKPOINTS, 0),
+                _f("name", "text", "as in the `region` event"),
+            ),
+        ),
         KindSpec(
             STATE, "state", "snapshot of a group when recording starts, and after reset_iter_state",
             (
@@ -354,6 +372,15 @@ SPECS: Final[Mapping[int, KindSpec]] = {
             (
                 _f("allocated", "bytes", "given out to tensors"),
                 _f("reserved", "bytes", "held from the device"),
+            ),
+        ),
+        KindSpec(
+            MISMATCH, "mismatch", "a recomputation did not match the forward of its region; the event's group is the region's",
+            (
+                _f("region", "int", "`seq` of the `region` event"),
+                _f("what", "enum", "what does not match: the count of saved tensors, their metadata, or values", MISMATCHES),
+                _f("recompute", "int", "`seq` of the `recompute` event"),
+                _f("detail", "json", "the first tensors that differ, what is known of the cause, what was not recorded"),
             ),
         ),
     )
@@ -546,7 +573,9 @@ def _decode_value(spec: FieldSpec, value: int, texts: Texts) -> Any:
         return value if value >= 0 else None
     if codec == "text":
         return texts.get(value)
-    if codec in ("bytes", "ns") and value < 0:
+    if codec == "json":
+        return json.loads(texts.get(value) or "null")
+    if codec in ("bytes", "ns", "count") and value < 0:
         return None
     return value
 
@@ -587,6 +616,8 @@ def _encode_value(spec: FieldSpec, value: Any, texts: Texts) -> int:
         return NONE if value is None else int(value)
     if codec == "text":
         return texts.put_once(value or "")
-    if codec in ("bytes", "ns") and value is None:
+    if codec == "json":
+        return texts.put_once(json.dumps(value))
+    if codec in ("bytes", "ns", "count") and value is None:
         return NONE
     return int(value or 0)

@@ -128,7 +128,9 @@ class LineFormatter:
             return f',"{spec.name}":{"true" if value else "false"}', False
         if spec.codec == "text":
             return f',"{spec.name}":{json.dumps(self._texts.get(value))}', value < 0
-        if spec.codec in ("bytes", "ns") and value < 0:
+        if spec.codec == "json":
+            return f',"{spec.name}":{self._texts.get(value) or "null"}', value < 0
+        if spec.codec in ("bytes", "ns", "count") and value < 0:
             return f',"{spec.name}":null', False
         return f',"{spec.name}":{value}', False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
@@ -15,7 +15,8 @@ from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, STEPPED, WHICH, C
 from fsdptrace.adapters.describe import Described, describe
 from fsdptrace.adapters.device import Timing, api_for
 from fsdptrace.adapters.fsdp import InstalledModel
-from fsdptrace.checks import policy, registry
+from fsdptrace.adapters.regions import Regions
+from fsdptrace.checks import mismatch, policy, registry
 from fsdptrace.checks.base import InvariantViolation, Violation
 from fsdptrace.checks.engine import Engine
 from fsdptrace.options import Options
@@ -43,6 +44,8 @@ class Recorded:
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
         self.timing = self.context.timing = self._timing(options, described)
         self.hooks = InstalledModel(self.context, described)
+        Regions(self.context, described.map, self._root, self)  # known to the context
+        self._explained: tuple[weakref.ref[BaseException], str] | None = None
         session.shared[number] = self.context.shared
         session.trackers[number] = self.engine.tracker
         if self.timing is not None:
@@ -107,10 +110,35 @@ class Recorded:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         return self.session.texts.put(text)
 
+    def text_once(self, text: str) -> int:
+        """See :class:`fsdptrace.adapters.context.Owner`."""
+        return self.session.texts.put_once(text)
+
+    def _root(self) -> nn.Module | None:
+        modules = self.hooks.units[0].modules
+        return modules[0] if modules else None
+
+    def explain(self, error: BaseException, region: int, group: int, detail: dict[str, Any]) -> None:
+        """See :class:`fsdptrace.adapters.regions.Explainer`."""
+        message, hint = mismatch.describe(self.engine.tracker, group, region, detail)
+        note = f"fsdptrace: {message}\n  {hint}"
+        self._explained = weakref.ref(error), note
+        notes.put_on(error, note)
+
+    def remark(self, error: BaseException, region: int, group: int, detail: dict[str, Any]) -> None:
+        """See :class:`fsdptrace.adapters.regions.Explainer`."""
+        notes.put_on(error, f"fsdptrace: {mismatch.failure(self.engine.tracker, group, region, detail)}")
+
+    def cannot_show(self, line: str) -> None:
+        """See :class:`fsdptrace.adapters.regions.Explainer`."""
+        self.session.cannot_show(line)
+
     def annotate(self, error: BaseException, seq: int = 0) -> None:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         if self.stop_run(error):
             return
+        if self._explained is not None and error.__cause__ is not None and self._explained[0]() is error.__cause__:
+            notes.put_on(error, self._explained[1])  # debug=True: PyTorch raises another CheckpointError from the first
         found = [violation for violation in self.engine.latest if violation.seq == seq]
         if found:
             notes.put_on(error, notes.finding(found))

@@ -113,6 +113,15 @@ class Session:
         self.models[model_map.model] = model_map
         self.new_models.append(model_map)
 
+    def cannot_show(self, line: str) -> None:
+        """Something that this run cannot show came to light: it goes to the file, for every report to repeat."""
+        if line in self.coverage:
+            return
+        with self.drain.lock:
+            self.coverage.append(line)
+            if self.writer is not None:
+                self.writer.write(_line({"kind": "coverage", "line": line}))
+
     def next_model(self) -> int:
         """Number for a new root.
 

@@ -8,7 +8,9 @@ Process-wide seams that recording touches, inert for models that are not recorde
 * the global optimizer-step hooks (``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``_post_hook``, public);
 * ``torch.autograd._engine_run_backward``, the function through which ``Tensor.backward`` and ``torch.autograd.grad`` start
   the engine (adapters/backward.py);
-* the four workers of ``torch.distributed.checkpoint.state_dict``, once the program has imported it (adapters/state_dict.py).
+* the four workers of ``torch.distributed.checkpoint.state_dict``, once the program has imported it (adapters/state_dict.py);
+* ``torch.utils.checkpoint._CheckpointFrame`` and ``CheckpointFunction``, the classes behind non-reentrant and reentrant
+  activation checkpointing (adapters/checkpoint.py).
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ GROUP_METHODS: Final = (
 )  # fmt: skip
 #: Names of FSDPState (_fsdp_state.py) that are wrapped.
 STATE_METHODS: Final = ("_pre_backward", "_root_post_backward_final_callback")
+#: Names of torch/utils/checkpoint.py that are replaced or read.
+CHECKPOINT_NAMES: Final = ("_CheckpointFrame", "CheckpointFunction", "_StopRecomputationError", "_CachedTorchDispatchMode")
 TRAINING_STATE_VALUES: Final = {"FORWARD": 1, "PRE_BACKWARD": 2, "POST_BACKWARD": 3, "IDLE": 4}
 SHARDED_STATE_VALUES: Final = {"SHARDED": 1, "SHARDED_POST_FORWARD": 2, "UNSHARDED": 3}
 
@@ -63,6 +67,7 @@ def release_of(version: str) -> tuple[int, int]:
 def examine() -> Report:
     """Looks at the installed PyTorch; imports torch, changes nothing."""
     import torch
+    import torch.utils.checkpoint
 
     found: list[str] = []
     missing: list[str] = []
@@ -88,6 +93,8 @@ def examine() -> Report:
     need("FSDPState", FSDPState, STATE_METHODS)
     need("torch._C", torch._C, ("_current_graph_task_id",))
     need("torch.autograd", torch.autograd, ("_engine_run_backward",))
+    need("torch.utils.checkpoint", torch.utils.checkpoint, CHECKPOINT_NAMES)
+    need("_CheckpointFrame", getattr(torch.utils.checkpoint, "_CheckpointFrame", None), ("check_recomputed_tensors_match",))
     for place, enum, values in (
         ("TrainingState", TrainingState, TRAINING_STATE_VALUES),
         ("ShardedState", ShardedState, SHARDED_STATE_VALUES),

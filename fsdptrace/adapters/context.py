@@ -85,6 +85,10 @@ class Owner(Protocol):
         """Index of ``text`` in the session's table."""
         ...
 
+    def text_once(self, text: str) -> int:
+        """Index of a text that will hardly come again."""
+        ...
+
     def end_step(self, model: int) -> None:
         """A step of ``model`` is over."""
         ...
@@ -148,6 +152,11 @@ class Context:
         self.between: Between
         self.timing: Timing | None = None
         self.facts: Facts
+        self.regions: Any = None  # checkpointed regions, see adapters/regions.py
+        # What wants to know what units are given while a checkpointed region runs: collect(unit, args), else None.
+        self.collect: Callable[[int, Any], None] | None = None
+        # The outermost forward of that number ends: regions of it that are still open were left by an exception.
+        self.forward_ends: Callable[[int], None] = _nothing
 
     def emit(
         self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, *data: int, pass_: int | None = None
@@ -200,6 +209,8 @@ class Context:
     def close_forward(self, t1: int) -> None:
         """The outermost forward is over; its event is recorded."""
         shared = self.shared
+        if self.collect is not None:
+            self.forward_ends(self.forward_seq)
         shared[TOP] = 0
         grad = shared[OUTER_GRAD]
         try:
@@ -356,6 +367,10 @@ class Context:
 
 
 def _no_parts(on: bool) -> None:
+    pass
+
+
+def _nothing(seq: int) -> None:
     pass
 
 

@@ -226,14 +226,19 @@ class InstalledModel:
     def _ready(self, unit: Unit) -> Callable[[nn.Module, Any], None]:
         """The hook after FSDP2's own: in a recomputation it records the pre-forward that FSDPState returned early from,
         when what it may have repaired (torch 2.11 and newer gather what is closed) is done."""
-        shared, owner = self.context.shared, self.context.owner
+        c = self.context
+        shared, owner = c.shared, c.owner
         early = self._early_return(unit, ev.PRE_FORWARD)
+        unit_id = unit.info.id
 
         def ready(module: nn.Module, args: Any) -> None:
             shared[REPAIR] = 0
-            if shared[RECOMPUTE_DEPTH]:
+            if c.collect is not None or shared[RECOMPUTE_DEPTH]:
                 try:
-                    early()
+                    if c.collect is not None:
+                        c.collect(unit_id, args)
+                    if shared[RECOMPUTE_DEPTH]:
+                        early()
                 except Exception as error:
                     if owner.stop_run(error):
                         raise

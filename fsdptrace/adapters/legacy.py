@@ -35,3 +35,31 @@ def old_bookkeeping() -> Iterator[bool]:
         yield True
     finally:
         FSDPParamGroup.post_forward = new  # type: ignore[method-assign]
+
+
+@contextmanager
+def old_input_casts() -> Iterator[bool]:
+    """Recomputation as in torch 2.12 and older: a unit under checkpoint is given its input as it was saved, without the cast of
+    ``MixedPrecisionPolicy`` that the forward made (mended in 2.13 by pytorch PR #182580).
+
+    Yields whether anything had to be brought back.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state: Any = FSDPState
+    if examine().release < (2, 13) or not hasattr(state, "_cast_forward_inputs"):
+        yield False
+        return
+    new = state._cast_forward_inputs
+
+    def _cast_forward_inputs(self: Any, *given: Any) -> Any:
+        if self._training_state == TrainingState.PRE_BACKWARD:
+            return given[-2:]  # args, kwargs
+        return new(self, *given)
+
+    state._cast_forward_inputs = _cast_forward_inputs
+    try:
+        yield True
+    finally:
+        state._cast_forward_inputs = new

@@ -72,7 +72,7 @@ def coverage(processes: Sequence[ProcessTrace]) -> list[str]:
     """What the run cannot show, each line once, with the ranks where not all say it."""
     said: dict[str, list[int]] = {}
     for process in processes:
-        for line in process.header.coverage:
+        for line in dict.fromkeys((*process.header.coverage, *process.coverage)):
             said.setdefault(line, []).append(process.rank)
     return [
         line if len(ranks) == len(processes) else f"{line} ({ranks_text(ranks)})" for line, ranks in said.items()

@@ -66,6 +66,7 @@ class ProcessTrace:
         device: what the device did in timed steps, by model.
         entered: the collective that was entered and not left, as far as the file says.
         exceptions: ``(step, type, fqn)`` of the last few exceptions.
+        coverage: what it found out that it cannot show, beside what the header says.
     """
 
     source: Source
@@ -84,6 +85,7 @@ class ProcessTrace:
     last_t: int = 0
     entered: dict[str, Any] | None = None
     exceptions: list[tuple[int, str, str]] = field(default_factory=list)
+    coverage: list[str] = field(default_factory=list)
     damaged: int = 0
     problems: list[Problem] = field(default_factory=list)
 
@@ -257,6 +259,8 @@ class LineReader:
         elif kind == "device_times":
             number = int(data["model"])
             self.trace.device.setdefault(number, DeviceSums()).take(data, self.trace.models[number])
+        elif kind == "coverage":
+            self.trace.coverage.append(str(data["line"]))
         elif kind == "end":
             self.trace.end = data
             self.trace.dropped = int(data.get("dropped", 0))

@@ -65,10 +65,12 @@ def _reader(spec: ev.FieldSpec) -> _Read:
         return lambda data, model, group, texts: _id(data.get(name), model, spec.codec)
     if spec.codec == "text":
         return lambda data, model, group, texts: texts.put(str(data.get(name, "")))
+    if spec.codec == "json":
+        return lambda data, model, group, texts: texts.put_once(json.dumps(data.get(name)))
     if usual == "model":
         return lambda data, model, group, texts: int(data[name] if name in data else _of_model(model, group, name) or 1)
     missing = usual if isinstance(usual, int) else 0
-    if spec.codec in ("bytes", "ns"):
+    if spec.codec in ("bytes", "ns", "count"):
         return lambda data, model, group, texts: _bytes(data.get(name, missing))
     return lambda data, model, group, texts: int(data.get(name, missing))
 

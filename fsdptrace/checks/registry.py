@@ -19,7 +19,9 @@ from fsdptrace.checks.order_changed import OrderChanged
 from fsdptrace.checks.outside_forward import OutsideForward
 from fsdptrace.checks.pending_gather import PendingGather
 from fsdptrace.checks.policy_ignored import PolicyIgnored
+from fsdptrace.checks.recompute_units import RecomputeUnits
 from fsdptrace.checks.repeated_gather import RepeatedGather
+from fsdptrace.checks.saved_tensors import SavedTensorCount, SavedTensorMetadata
 from fsdptrace.checks.stale_weights import StaleWeights
 from fsdptrace.checks.unclean_start import UncleanStart
 from fsdptrace.checks.uncovered_parameter import UncoveredParameter
@@ -35,6 +37,7 @@ _ALL: tuple[type[Rule], ...] = (
     StaleWeights, PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, OutsideForward,
     MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, UncoveredParameter,
     MixedDtypeUnit, SplitTie, InferenceBuffer, CommDtype, OrderChanged, ExposedCommunication,
+    SavedTensorCount, SavedTensorMetadata, RecomputeUnits,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdptrace import events as ev
+from fsdptrace.checks.regions import RegionTracker
 from fsdptrace.model_map import ModelMap, show_name, usual_flags
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
@@ -148,6 +149,7 @@ class Tracker:
         in_backward: an event of a backward that has not ended was seen.
         allocated, grown: bytes of the accelerator's allocator as last seen in the running step, 0 before, and by how much they
             had grown when they were read at a group's hook, by group.
+        regions: checkpointed regions.
         texts: the strings that events refer to.
         order: groups in the order in which the last forward with grad ran them, each time that it did.
         on_stale_use: called with ``(seq, group, context)`` when a forward uses a copy that is older than its shards; here and not
@@ -159,6 +161,7 @@ class Tracker:
         self.map = model_map
         self.release = release
         self.texts = texts or ev.Texts()
+        self.regions = RegionTracker(frozenset(group.id for group in model_map.groups if len(group.modules) > 1))
         self.on_stale_use: Callable[[int, int, int], None] | None = None
         self.on_other_dtype: Callable[[int, int, int], None] | None = None
         self._dtypes = [ev.DTYPE_NUMBER.get(group.dtype, 0) for group in model_map.groups]
@@ -241,6 +244,7 @@ class Tracker:
             self._lies_past(state)
 
     def wait(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.regions.runs += (seq, ~group)
         state = self.groups[group]
         state.pending = False
         state.open = True
@@ -269,6 +273,7 @@ class Tracker:
             state.past = 0
 
     def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.regions.runs += (seq, group)
         state = self.groups[group]
         state.used = True
         state.training = b
@@ -354,6 +359,13 @@ class Tracker:
         self._began.clear()
         self._last.clear()
         self.order, self._order = self._order, []
+        self.regions.shorten()
+
+    def region(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.regions.region(seq, self.texts.get(e), context, self.step_number)
+
+    def recompute(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self.regions.recompute(seq)
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.in_backward = False
@@ -422,6 +434,7 @@ class Tracker:
         self.grown.clear()
         self.past_peak = self.past
         self.peak = self.held
+        self.regions.end_step(self.step_number)
         for state in self.groups:
             # What nobody came back for in a whole step will not come: heads that had no backward, an aborted pass.
             state.uses = state.paused = 0

@@ -167,16 +167,18 @@ def test_checkpoint_around_a_unit(fake_pg: Any, record: Any) -> None:
                 wait blocks.1 576
                 prefetch blocks.1 > blocks.0 backward implicit
                     unshard blocks.0 576 by blocks.1 backward implicit
-            pre_forward blocks.1 input=unknown pre_backward->pre_backward [recompute]
-            post_forward blocks.1 pre_backward->pre_backward [recompute]
+            recompute blocks.1 blocks.1 saved=5 [recompute]
+                pre_forward blocks.1 input=unknown pre_backward->pre_backward
+                post_forward blocks.1 pre_backward->pre_backward
             post_backward blocks.1 tensors=4 autograd
                 reshard blocks.1 576
                 reduce_scatter blocks.1 576 avg tensors=4
             pre_backward blocks.0
                 unshard blocks.0 0 pending
                 wait blocks.0 576
-            pre_forward blocks.0 input=unknown pre_backward->pre_backward [recompute]
-            post_forward blocks.0 pre_backward->pre_backward [recompute]
+            recompute blocks.0 blocks.0 saved=4 [recompute]  # its input needs no grad: up's weight is not saved
+                pre_forward blocks.0 input=unknown pre_backward->pre_backward
+                post_forward blocks.0 pre_backward->pre_backward
             post_backward blocks.0 tensors=4 final_callback
                 reshard blocks.0 576
                 reduce_scatter blocks.0 576 avg tensors=4
@@ -191,7 +193,7 @@ def test_recomputation_that_stops_early(fake_pg: Any, record: Any) -> None:
     # `down` saves the last tensor: the recomputation is aborted inside the block, which has no post-forward then, and the
     # exception that does it is no event.
     recomputed = [(event.kind, event.step) for event in rec.steps[0] if event.pass_ == "recompute"]
-    assert recomputed == [("pre_forward", 0), ("pre_forward", 0)]
+    assert recomputed == [("recompute", 0), ("pre_forward", 0), ("recompute", 0), ("pre_forward", 0)]
     assert "exception" not in rec.steps[0].counts
     # The next forward is a forward again, not a recomputation.
     assert [event.pass_ for event in rec.steps[0] if event.kind == "post_forward"] == ["forward", "forward"]
@@ -215,11 +217,12 @@ def test_nested_units_under_checkpoint(fake_pg: Any, record: Any) -> None:
                 wait blocks.0 288
                 prefetch blocks.0 > blocks.0.up backward implicit
                     unshard blocks.0.up 288 by blocks.0 backward implicit
-            pre_forward blocks.0 input=unknown pre_backward->pre_backward [recompute]
-            pre_forward blocks.0.up input=none [recompute]
-                unshard blocks.0.up 0 pending
-                wait blocks.0.up 288
-            post_forward blocks.0.up [recompute]
+            recompute blocks.0 blocks.0 saved=4 early_stop [recompute]
+                pre_forward blocks.0 input=unknown pre_backward->pre_backward
+                pre_forward blocks.0.up input=none
+                    unshard blocks.0.up 0 pending
+                    wait blocks.0.up 288
+                post_forward blocks.0.up
             pre_backward blocks.0.up
                 unshard blocks.0.up 0 open
             post_backward blocks.0 tensors=2 final_callback
@@ -240,21 +243,24 @@ def test_reentrant_checkpoint(fake_pg: Any, record: Any) -> None:
     # does not free, and its backward is a graph task within the backward.
     trace(rec.steps[0]).reads("""
         forward (root)
-            pre_forward blocks.0 input=none grad=paused
-                unshard blocks.0 576
-                wait blocks.0 576
-            post_forward blocks.0
-                reshard blocks.0 576
-            pre_forward blocks.1 input=none grad=paused
-                unshard blocks.1 576
-                wait blocks.1 576
-            post_forward blocks.1
-                reshard blocks.1 576
+            region blocks.0 blocks.0 reentrant
+                pre_forward blocks.0 input=none grad=paused
+                    unshard blocks.0 576
+                    wait blocks.0 576
+                post_forward blocks.0
+                    reshard blocks.0 576
+            region blocks.1 blocks.1 reentrant
+                pre_forward blocks.1 input=none grad=paused
+                    unshard blocks.1 576
+                    wait blocks.1 576
+                post_forward blocks.1
+                    reshard blocks.1 576
         backward
-            pre_forward blocks.1 input=hooked [recompute]
-                unshard blocks.1 576
-                wait blocks.1 576
-            post_forward blocks.1 [recompute]
+            recompute blocks.1 blocks.1 reentrant [recompute]
+                pre_forward blocks.1 input=hooked
+                    unshard blocks.1 576
+                    wait blocks.1 576
+                post_forward blocks.1
             pre_backward blocks.1
                 unshard blocks.1 0 open
                 prefetch blocks.1 > blocks.0 backward implicit
@@ -262,10 +268,11 @@ def test_reentrant_checkpoint(fake_pg: Any, record: Any) -> None:
             post_backward blocks.1 tensors=4 autograd
                 reshard blocks.1 576
                 reduce_scatter blocks.1 576 avg tensors=4
-            pre_forward blocks.0 input=hooked [recompute]
-                unshard blocks.0 0 pending
-                wait blocks.0 576
-            post_forward blocks.0 [recompute]
+            recompute blocks.0 blocks.0 reentrant [recompute]
+                pre_forward blocks.0 input=hooked
+                    unshard blocks.0 0 pending
+                    wait blocks.0 576
+                post_forward blocks.0
             pre_backward blocks.0
                 unshard blocks.0 0 open
             post_backward blocks.0 tensors=4 autograd

@@ -274,4 +274,12 @@ def test_selective_checkpointing_around_units(fake_pg: Any, watch: Any, policy: 
     with watch(model) as rec:
         traced = outcome(model, where)
     assert traced == alone
-    verdict(rec).silent()
+    found = verdict(rec)
+    if not alone.startswith("CheckpointError"):
+        found.silent()
+        return
+    # Two forwards in flight: the first gathers its unit, its recomputation finds it open, and selective checkpointing takes the
+    # copy-out's operators, which it had counted, for those of the block (torch 2.13): a CheckpointError. We say why.
+    (violation,) = (v for v in found.violations if v.severity != "info")
+    assert (violation.rule, violation.fqn) == ("saved-tensor-metadata", "")
+    assert "gathers inside the region differ: blocks.1.up in the forward, none in the recomputation" in violation.message

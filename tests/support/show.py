@@ -93,6 +93,11 @@ def show(event: Event, model_map: ModelMap) -> str:
         words += [f"{name}={d[name]}" for name in ("temporary", "foreign") if d[name]]
     elif kind == "exception":
         words += [d["type"], "leaves", _unit(d["unit"], model_map)]
+    elif kind in ("region", "recompute"):
+        words += [d["name"]] + [f"saved={d['saved']}"] * (d["saved"] is not None)
+        words += [] if d.get("saved_bytes") is None else [f"bytes={d['saved_bytes']}"]
+        words += [] if d.get("end", "returned") == "returned" else [d["end"]]
+        words += [d["checkpoint"]] * (d["checkpoint"] != "non_reentrant")
     elif kind == "state":
         words += [d["sharded"], *(["pending"] * d["pending"]), d["training"], f"order={d['order']}", f"bytes={d['bytes']}"]
     elif kind == "step":
