@@ -121,14 +121,18 @@ def _nobody(count: int) -> None:
 
 
 def read_process(
-    source: Source, sink: Callable[[StepPart], None] | None = None, advance: Callable[[int], None] = _nobody
+    source: Source,
+    sink: Callable[[StepPart], None] | None = None,
+    advance: Callable[[int], None] = _nobody,
+    device: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> ProcessTrace:
     """Reads the files of ``source``; ``sink`` gets every step in turn, unfinished ones at the end; ``advance`` is told how many
-    bytes were read, bit by bit.
+    bytes were read, bit by bit; ``device`` gets every ``device_times`` line that could be read.
 
     Lines that cannot be read are counted and named in ``problems``, never fatal.
     """
     reader = LineReader(ProcessTrace(source), sink or (lambda part: None), advance)
+    reader.on_device = device
     for part in source.parts:
         reader.read(part)
     if source.tail is not None and reader.trace.end is None:
@@ -143,6 +147,7 @@ class LineReader:
     def __init__(self, trace: ProcessTrace, sink: Callable[[StepPart], None], advance: Callable[[int], None] = _nobody) -> None:
         self.trace = trace
         self._sink = sink
+        self.on_device: Callable[[Mapping[str, Any]], None] | None = None
         self._advance = advance
         self._texts = ev.Texts()
         self.running: dict[int, RunningStep] = {}
@@ -259,6 +264,8 @@ class LineReader:
         elif kind == "device_times":
             number = int(data["model"])
             self.trace.device.setdefault(number, DeviceSums()).take(data, self.trace.models[number])
+            if self.on_device is not None:
+                self.on_device(data)
         elif kind == "coverage":
             self.trace.coverage.append(str(data["line"]))
         elif kind == "end":

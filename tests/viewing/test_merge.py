@@ -158,6 +158,30 @@ def test_json_times_are_exact(tmp_path: Path) -> None:
     assert json.loads(text)["otherData"] == {"unix_ns": "1800000000123456789"}
 
 
+def test_what_the_device_did_has_tracks_of_its_own(tmp_path: Path) -> None:
+    made = Made(world=1)
+    made.step()
+    made.line({
+        "kind": "device_times", "model": 0, "step": 0, "base": 5_000, "span": 900, "missing": 0, "seq": [4, 5, 9, 30],
+        "what": ["unshard", "wait", "wait", "forward"], "pass": [1, 1, 1, 1], "group": [1, 1, 0, -1], "t0": [100, 250, 700, 90],
+        "ns": [400, 250, 0, 800], "exposed": [250, -1, -1, -1],
+    })  # fmt: skip
+    made.end()
+    made.write(tmp_path)
+    merged = merge(load(tmp_path), tmp_path / "trace.json")
+    assert merged.slices == PER_STEP + 3  # a wait that took no time is not drawn
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    threads = {row["tid"]: row["args"]["name"] for row in rows if row.get("name") == "thread_name"}
+    found = {
+        threads[row["tid"]].removeprefix("device: "): (row["name"], row["dur"])
+        for row in rows
+        if row.get("ph") == "X" and "device" in threads[row["tid"]]
+    }
+    assert found == {
+        "all-gather": ("all-gather layers.1", 0.4), "compute stands still": ("for layers.1", 0.25), "compute": ("forward", 0.8),
+    }  # fmt: skip
+
+
 def test_slices_that_cross_go_to_another_lane() -> None:
     what = Template("x", "")
     spans = [(0, 10), (2, 5), (4, 8), (5, 9), (10, 12), (0, 10), (3, 20)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace.analysis import ProcessTrace, read_process
@@ -16,10 +17,15 @@ from fsdptrace.summary import rows_of
 from fsdptrace_exporters.perfetto.sink import Sink, Slice, Template, Value, nest
 
 _PER_PROCESS = 1 << 24  # numbers of tracks and arrows of one process
-_STEPS, _FOUND, _BYTES, _CALLS, _COLLECTIVES, _UNITS = (100 * place for place in range(1, 7))
+_STEPS, _FOUND, _BYTES, _CALLS, _COLLECTIVES, _DEVICE, _UNITS = (100 * place for place in range(1, 8))
 #: Kinds that are no call: the step's line is a slice of another track; a change of parameters has the times of its
-#: optimizer's step, of which the number of groups says as much; what a device did is known long after.
-_NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE, ev.DEVICE))
+#: optimizer's step, of which the number of groups says as much; what a device did is known long after; memory is a curve.
+_NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE, ev.DEVICE, ev.MEMORY))
+#: Where a timed call is shown, among the tracks of the device.
+_STREAMS = {
+    "unshard": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "wait": "compute stands still",
+    "forward": "compute", "backward": "compute",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -53,6 +59,9 @@ class RankTracks:
     _times: ProcessTimes = field(init=False)
     _steps: list[Slice] = field(default_factory=list)
     _shown: set[tuple[int, int]] = field(default_factory=set)
+    _device: dict[tuple[int, str], list[Slice]] = field(default_factory=dict)
+    _maps: dict[int, ModelMap] = field(default_factory=dict)
+    _allocated: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._times = ProcessTimes(self.wanted)
@@ -62,13 +71,35 @@ class RankTracks:
         header = source.header
         role = f"{header.role} " if header.role else ""
         self.sink.process(self.number, f"{role}rank {header.rank}", order, f"{header.host}, pid {header.pid}")
-        trace = read_process(source, self._part, advance)
+        trace = read_process(source, self._part, advance, self._device_times)
         self._times.finish()
         self._put("", "steps", _STEPS, self._steps)
         self._violations(trace)
         self._bytes()
         for model, times in sorted(self._times.models.items()):
             self._units(model, times)
+        for (model, stream), slices in sorted(self._device.items()):
+            of = f" of model {model}" if model else ""
+            self._put(f"device{of}", stream, _DEVICE + list(dict.fromkeys(_STREAMS.values())).index(stream), slices)
+        if self._allocated:
+            self._curve("allocated by the device's allocator", _BYTES + 50, self._allocated)
+
+    def _device_times(self, data: Mapping[str, Any]) -> None:
+        """What the device did in a step, on the host's clock; steps are read before their device times are known."""
+        model = int(data["model"])
+        known = self._maps.get(model)
+        if known is None or not self.wanted(model, int(data["step"])):
+            return
+        base = int(data["base"]) + self.offset
+        rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
+        for seq, what, pass_, group, t0, ns, exposed in rows:
+            if what == "wait" and not ns:
+                continue
+            stream = _STREAMS[what]
+            name = what if group < 0 else f"{stream if what != 'wait' else 'for'} {show_name(known.fqn(group))}"
+            args: dict[str, Value] = {"exposed, ns": exposed} if exposed >= 0 else {}
+            template = Template(name, ev.PASSES[pass_], args)
+            self._device.setdefault((model, stream), []).append(Slice(base + t0, base + t0 + ns, template, seq, data["step"]))
 
     # -- calls -------------------------------------------------------------------------------------------------------
     def _part(self, part: StepPart) -> None:
@@ -81,6 +112,7 @@ class RankTracks:
             times.served.clear()
         issued = set(served.values())
         threads: dict[int, list[Slice]] = {}
+        self._maps[part.map.model] = part.map
         low, high = 1 << 62, 0
         for record in rows_of(part.records):
             kind, seq, t0, t1, _group, _parent, context = record[: ev.A]
@@ -88,6 +120,8 @@ class RankTracks:
             if kind != ev.STEP:  # which is written when the next one begins
                 low, high = min(low, t0), max(high, t1)
             if kind in _NO_CALLS:
+                if kind == ev.MEMORY:
+                    self._allocated.append((t0, record[ev.A]))
                 continue
             item = Slice(t0 + self.offset, t1 + self.offset, self._call(part, record), seq, part.step)
             if kind == ev.WAIT and seq in served:
@@ -159,11 +193,14 @@ class RankTracks:
             if not times.levels:
                 continue
             name = "gathered bytes" + (f" of model {model}" if len(self._times.models) > 1 else "")
-            track = self.number * _PER_PROCESS + len(self._tracks) + 1
-            self._tracks["counter", name, 0] = track
-            self.sink.counter(track, self.number, name, _BYTES + place)
-            for at, value in times.levels:
-                self.sink.value(track, at + self.offset, value)
+            self._curve(name, _BYTES + place, times.levels)
+
+    def _curve(self, name: str, order: int, values: Sequence[tuple[int, int]]) -> None:
+        track = self.number * _PER_PROCESS + len(self._tracks) + 1
+        self._tracks["counter", name, 0] = track
+        self.sink.counter(track, self.number, name, order)
+        for at, value in values:
+            self.sink.value(track, at + self.offset, value)
 
     def _violations(self, trace: ProcessTrace) -> None:
         for data in trace.violations:
