@@ -22,6 +22,7 @@ COUNTED = tuple(
 )  # fmt: skip
 WHOLE_MODEL = "\0"  # stands for the events that belong to no group: outermost forwards, backwards, optimizer steps
 _LEFT_OUT = {"region"}  # a running number
+_OF_THE_MACHINE = (ev.STEP, ev.DEVICE, ev.MEMORY)  # what the device took, and sums; no two runs agree on them
 
 Counts = tuple[int, ...]
 
@@ -114,7 +115,7 @@ class Prints:
         wanted = {unit for model, step, unit in self.wanted if (model, step) == (number, part.step)}
         digests: dict[int, list[bytes]] = {}
         for kind, seq, _, _, group, _, context, *data in zip(*[iter(part.records)] * ev.WIDTH, strict=True):
-            if kind == ev.STEP:
+            if kind in _OF_THE_MACHINE:
                 continue
             text, digest = describe(kind, context, tuple(data))
             digests.setdefault(group, []).append(digest)

@@ -20,7 +20,8 @@ _LINE = re.compile(
     rb'\{"seq":(\d{1,18}),("kind":"[a-z_]{1,20}"(?:,"(?:pass":"[a-z]{1,20}"|(?:model|group|thread)":\d{1,9}))*)'
     rb',"t0":(\d{1,18}),"t1":(\d{1,18}),"step":(\d{1,18})(?:,"parent":(\d{1,18}))?([^\n]*)\}\n|([^\n]*\n|[^\n]+)'
 )
-_NOT_KEPT = frozenset((ev.STEP, ev.EXCEPTION))  # they say more than their record does
+# A step and an exception say more than their record does; of the others no two lines are alike.
+_NOT_KEPT = frozenset((ev.STEP, ev.EXCEPTION, ev.DEVICE, ev.MEMORY))
 _MOST = 200_000  # forms that are remembered
 
 Row = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]

@@ -58,6 +58,18 @@ def test_times_make_no_difference(tmp_path: Path) -> None:
     assert result.notes == []
 
 
+def test_what_the_device_took_makes_no_difference(tmp_path: Path) -> None:
+    for name, ns in (("a", 5), ("b", 7)):
+        made = Made(0, 1)
+        made.unshard(0, 1000, "forward")
+        made.event("memory", 0, allocated=ns, reserved=ns, parent=1)
+        made.event("device", of_step=0, gather_ns=ns, reduce_ns=ns, exposed_ns=ns, span_ns=ns)
+        made.end_step(1000)
+        made.end()
+        made.write(tmp_path / name)
+    assert diff(tmp_path / "a", tmp_path / "b").same
+
+
 def test_counts_bytes_and_the_first_event_that_is_another_one(tmp_path: Path) -> None:
     """In A the unit stays open from the second step on. Per step that is one gather of 3,000 B and 1,500 B received less."""
     _write(tmp_path / "a", [True, False, False])

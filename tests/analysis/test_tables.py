@@ -43,6 +43,16 @@ def test_events_with_what_lines_leave_out(tmp_path: Path) -> None:
         assert tables.events.filter("kind = 'step'").count("*").fetchall()[0] == (4,)
 
 
+def test_numbers_are_numbers() -> None:
+    from fsdptrace.analysis.sql import raw_columns
+
+    columns = raw_columns()
+    for spec in ev.SPECS.values():
+        for field in spec.fields:
+            if field.codec in ("int", "bytes", "ns"):
+                assert columns[field.name] == "BIGINT", field.name
+
+
 def test_the_tables_are_those_of_the_report(tmp_path: Path) -> None:
     run(tmp_path, ranks=2, steps=3)
     with fsdptrace.load(tmp_path) as tables:
