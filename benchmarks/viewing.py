@@ -52,7 +52,7 @@ def make(folder: Path, ranks: int, events: int) -> int:
              "units": [{"id": i, "fqn": n, "modules": [n], "groups": [i], "sharded": True} for i, n in enumerate(names)],
              "groups": [unit(i, n, 300 << 20, ranks) for i, n in enumerate(names)]},
         ]  # fmt: skip
-        maker = _Maker(lines, rank)
+        maker = _Maker(lines, rank, ranks)
         for step in range(steps):
             maker.step(step, range(1, len(names)))
         written += maker.seq
@@ -65,7 +65,8 @@ def make(folder: Path, ranks: int, events: int) -> int:
 class _Maker:
     """Events of one rank: forward and backward over all units, each gathered twice and prefetched in backward."""
 
-    def __init__(self, lines: list[dict[str, Any]], rank: int) -> None:
+    def __init__(self, lines: list[dict[str, Any]], rank: int, ranks: int) -> None:
+        self.ranks = ranks
         self.lines, self.seq, self.now, self.step_number = lines, 0, 1_000_000 + 777 * rank, 0
 
     def event(self, kind: str, group: int | None, pass_: str, wide: int, **data: Any) -> None:
@@ -88,13 +89,17 @@ class _Maker:
             self.event("reshard", group, "forward", 5_000, **size)
             self.event("post_forward", group, "forward", 3_000)
         ahead = {"direction": "backward", "mode": "implicit"}
+        self.event("unshard", groups[-1], "backward", 20_000, **size)
         for group in reversed(groups):
             self.event("wait", group, "backward", 9_000, **size)
             self.event("pre_backward", group, "backward", 4_000)
-            self.event("prefetch", group, "backward", 9_000, target=max(1, group - 1), **ahead)
-            self.event("unshard", max(1, group - 1), "backward", 20_000, **size, issuer=group, **ahead)
+            if group > groups[0]:
+                self.event("prefetch", group, "backward", 9_000, target=group - 1, **ahead)
+                self.event("unshard", group - 1, "backward", 20_000, **size, issuer=group, **ahead)
             self.now += 3_000_000
-            self.event("reduce_scatter", group, "backward", 60_000, bytes=600 << 20, world=4, dtype="float32", tensors=6)
+            self.event(
+                "reduce_scatter", group, "backward", 60_000, bytes=600 << 20, dtype="float32", world=self.ranks, tensors=6
+            )
             self.event("reshard", group, "backward", 5_000, **size)
             self.event("post_backward", group, "backward", 3_000, tensors=6)
             self.event("param_change", group, "none", 1_000, cause="optimizer_step", tensors=6)
@@ -129,7 +134,7 @@ def page(folder: Path, events: int) -> None:
         assert shown_events == events, (shown_events, events)
         firsts.append(shown.js("performance.getEntriesByName('fsdptrace-drawn')[0].startTime"))
         redraws += shown.js("""(() => { const t = fsdptrace.timeline, out = [];
-            const once = () => { t.draw(); t.g.getImageData(0, 0, 1, 1); };
+            const once = () => { t.draw(); t.painter.g.getImageData(0, 0, 1, 1); };
             t.folded.clear(); t.layout();
             for (let i = 0; i < 60; i++) {
                 if (i < 20) t.zoom(0.8); else if (i < 40) t.zoom(1.25); else t.host.scrollTop += 40;

@@ -19,6 +19,9 @@ OPEN, RESHARDED, SMALLER_MESH, DISCARDED, UNKNOWN = range(5)
 #: How a hold ended, by number: still open at the end of the files, freed, freed to the post-forward mesh, thrown away while
 #: pending, not in the files (the next step was written as one line).
 ENDS = ("open", "reshard", "post_forward", "discard", "unknown")
+#: Kinds whose times are not those of the step that they are in: its own line is written when the next one begins, and what a
+#: device did is known even later.
+AFTERWARDS = frozenset((ev.STEP, ev.DEVICE))
 SAME_BOOT = 60_000_000_000  # ns: clocks of one host that are further apart belong to different boots or containers
 
 

@@ -11,7 +11,7 @@ from fsdptrace._version import __version__
 from fsdptrace.analysis import Finding, ProcessTrace, Run, read_process
 from fsdptrace.analysis.notes import ranks_text, spans
 from fsdptrace.analysis.process import StepPart
-from fsdptrace.analysis.timeline import ENDS, ModelTimes, ProcessTimes, clock_offsets
+from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, ModelTimes, ProcessTimes, clock_offsets
 from fsdptrace.checks.text import count, size
 from fsdptrace.html import tables
 from fsdptrace.html.choice import MAX_EVENTS, Choice, choose
@@ -113,13 +113,13 @@ class _Calls:
         low, high = 1 << 62, 0
         for record in rows_of(part.records):
             kind, seq, t0, t1, group, parent, context = record[: ev.A]
-            low = min(low, t0)
-            if kind != ev.STEP:  # which is written when the next one begins
-                high = max(high, t1)
+            if kind not in AFTERWARDS:
+                low, high = min(low, t0), max(high, t1)
             text = self._text(part, record)
             self.rows.append((t0, -t1, seq, kind, part.map.model, group, parent, context % 4, text, part.step))
-        self.steps.append((part.map.model, part.step, low, high))
-        self.first = min(self.first, low)
+        if high:
+            self.steps.append((part.map.model, part.step, low, high))
+            self.first = min(self.first, low)
 
     def _text(self, part: StepPart, record: Sequence[int]) -> int:
         key = (part.map.model, record[ev.KIND], record[ev.GROUP], *record[ev.A :])

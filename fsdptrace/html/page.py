@@ -20,7 +20,9 @@ from fsdptrace.html.choice import MAX_EVENTS
 from fsdptrace.html.data import page_data
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPTS = ("uPlot.iife.min.js", "format.js", "lanes.js", "timeline.js", "charts.js", "page.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js", "format.js", "lanes.js", "painter.js", "controls.js", "timeline.js", "charts.js", "page.js",
+)  # fmt: skip
 _STYLES = ("uPlot.min.css", "page.css")
 
 

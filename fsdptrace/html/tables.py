@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdptrace.analysis import ModelReport, Run, by_pattern
 from fsdptrace.checks.text import count, size
+from fsdptrace.cli.device import advice
 
 MANY_UNITS = 60  # more units than this are put together by name pattern
 
@@ -18,7 +19,7 @@ def tables(run: Run) -> list[Table]:
     made: list[Table] = []
     for model in run.models:
         of = f" of {model.root}" + (f" (model {model.model})" if len(run.models) > 1 else "")
-        made += [_units(model, of), _communication(model, of), _prefetches(model, of)]
+        made += [_units(model, of), _communication(model, of), _prefetches(model, of), _device(model, of)]
     made.append(_ranks(run))
     return [table for place, table in enumerate(made) if table["rows"] or not place]
 
@@ -124,6 +125,32 @@ def _prefetches(model: ModelReport, of: str) -> Table:
             for (direction, mode), entry in model.prefetches.items()
         ],
         [entry.wasted > 0 or entry.late > 0 for entry in model.prefetches.values()],
+    )  # fmt: skip
+
+
+def _device(model: ModelReport, of: str) -> Table:
+    """Device time per unit, where it was measured."""
+    sums = model.device
+    steps = max(1, sums.steps)
+    rows = sums.rows(grouped=len(sums.units) > MANY_UNITS) if sums.units else []
+    note = f"per step of {count(sums.steps, 'timed step')}; exposed: compute stood still for it"
+    for item in sums.advice(model.map) if sums.units else ():
+        note += f". {advice(item)}"
+    return _table(
+        f"On the device{of}", note,
+        [
+            ("unit", "name"), ("units", "number"), ("all-gathers", "ns"), ("exposed", "ns"), ("never waited for", "number"),
+            ("reductions", "ns"), ("exposed", "ns"),
+        ],
+        [
+            [
+                row.name, row.units, row.gather_ns / steps / row.units, row.gather_exposed_ns / steps / row.units,
+                round(row.unwaited / steps / row.units, 3), row.reduce_ns / steps / row.units,
+                row.reduce_exposed_ns / steps / row.units,
+            ]
+            for row in rows
+        ],
+        [10 * (row.gather_exposed_ns + row.reduce_exposed_ns) > row.gather_ns + row.reduce_ns for row in rows],
     )  # fmt: skip
 
 

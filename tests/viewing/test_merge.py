@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from fsdptrace.analysis import load
 from fsdptrace.cli.app import app
+from fsdptrace.html.data import page_data
 from fsdptrace_exporters.perfetto import Merged, Missing, merge
 from fsdptrace_exporters.perfetto.profile import NotAProfile, read_profile
 from fsdptrace_exporters.perfetto.sink import Slice, Template, nest
@@ -276,6 +277,36 @@ def test_a_real_profile_lies_on_the_same_clock(fake_pg: Callable[..., Any], reco
             # The profiler reads another clock and converts it: 200 us is far below what a hook is apart from the next one.
             assert t0 - 200 <= a0
             assert a1 <= t1 + 200
+
+
+def test_what_ran_on_the_device_has_tracks(fake_pg: Callable[..., Any], record: Callable[..., Any], tmp_path: Path) -> None:
+    """On the CPU the host's clock stands in for the device's; where it ran is another matter."""
+    mesh = fake_pg(2)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with record(model, device_timing="always") as recording:
+        for _ in range(2):
+            model(torch.randn(4, 8)).sum().backward()
+            recording.step()
+    recording.close()
+    merge(load(tmp_path / "out"), tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [(names[e["tid"]], e["name"]) for e in events if e["ph"] == "X"]
+    # Two steps; in each, three units gather in forward and again in backward, and reduce once.
+    on_device = [slice_ for slice_ in slices if slice_[0].startswith("device: ")]
+    assert on_device.count(("device: all-gather", "all-gather 1")) == 4
+    assert on_device.count(("device: reduce-scatter", "reduce-scatter 1")) == 2
+    assert on_device.count(("device: compute", "backward")) == 2
+    assert len([name for _, name in on_device if name.startswith("all-gather ")]) == 12
+    assert not any(name.startswith(("memory", "device", "step_")) for _, name in slices)
+    allocated = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == "allocated by the device's allocator"]
+    assert len(allocated) == 18  # after each of twelve waits and six post-backwards, as the CPU's allocator has it: nothing
+    page = page_data(load(tmp_path / "out"))
+    (table,) = [table for table in page["tables"] if table["title"] == "On the device of Sequential"]
+    assert [row[0] for row in table["rows"]] == ["0", "1", "2"]
 
 
 # -- the command and the server ----------------------------------------------------------------------------------------

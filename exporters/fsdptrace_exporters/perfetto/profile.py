@@ -94,7 +94,7 @@ def _take(
         profile.threads.setdefault(thread, []).append(item)
         found[thread[0], thread[1], t0] = item
     elif phase == "M" and event["name"] == "thread_name":
-        profile.names[thread] = str(event["args"]["name"])
+        profile.names[thread] = str(event["args"]["name"]).strip()
     elif phase in ("s", "f"):
         arrows.setdefault(f"{event.get('cat', '')} {event['id']}", []).append(
             (phase, thread[0], thread[1], base + _ns(event["ts"]))

@@ -10,7 +10,7 @@ from fsdptrace import events as ev
 from fsdptrace.analysis import ProcessTrace, read_process
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.analysis.sources import Source
-from fsdptrace.analysis.timeline import ENDS, Hold, ModelTimes, ProcessTimes
+from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, Hold, ModelTimes, ProcessTimes
 from fsdptrace.analysis.workers import Advance
 from fsdptrace.model_map import ModelMap, show_name
 from fsdptrace.summary import rows_of
@@ -93,9 +93,9 @@ class RankTracks:
         base = int(data["base"]) + self.offset
         rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
         for seq, what, pass_, group, t0, ns, exposed in rows:
-            if what == "wait" and not ns:
+            stream = _STREAMS.get(what)
+            if stream is None or (what == "wait" and not ns):
                 continue
-            stream = _STREAMS[what]
             name = what if group < 0 else f"{stream if what != 'wait' else 'for'} {show_name(known.fqn(group))}"
             args: dict[str, Value] = {"exposed, ns": exposed} if exposed >= 0 else {}
             template = Template(name, ev.PASSES[pass_], args)
@@ -117,7 +117,7 @@ class RankTracks:
         for record in rows_of(part.records):
             kind, seq, t0, t1, _group, _parent, context = record[: ev.A]
             self.counts.events += 1
-            if kind != ev.STEP:  # which is written when the next one begins
+            if kind not in AFTERWARDS:
                 low, high = min(low, t0), max(high, t1)
             if kind in _NO_CALLS:
                 if kind == ev.MEMORY:

@@ -240,13 +240,20 @@ function memory() {
   }
 }
 
-const TEXTS = new Set(["name", "text"]);
+const TEXTS = new Set(["name", "text"]), MANY_ROWS = 200; // of more rows, the first ones until somebody asks
 
 function table(data) {
   const body = element("tbody");
   const rows = data.rows.map((cells, i) => ({ cells, marked: data.marked[i] }));
-  const fill = () => body.replaceChildren(...rows.map(({ cells, marked }) => element("tr", { class: marked ? "marked" : "" },
+  let shown = MANY_ROWS;
+  const more = element("button", { type: "button" });
+  more.addEventListener("click", () => { shown = Infinity; fill(); });
+  const fill = () => {
+    more.hidden = rows.length <= shown;
+    more.textContent = `Show all ${rows.length.toLocaleString("en")} rows`;
+    body.replaceChildren(...rows.slice(0, shown).map(({ cells, marked }) => element("tr", { class: marked ? "marked" : "" },
     ...cells.map((cell, i) => element("td", { class: data.columns[i].type === "name" ? "name" : TEXTS.has(data.columns[i].type) ? "text" : "num" }, SHOW[data.columns[i].type](cell))))));
+  };
   let sorted = -1, down = true;
   const titles = data.columns.map((column, i) => {
     const cell = element("th", { scope: "col", title: "sort", class: TEXTS.has(column.type) ? "text" : "" }, column.title);
@@ -259,7 +266,7 @@ function table(data) {
     return cell;
   });
   fill();
-  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...titles)), body));
+  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...titles)), body), more);
 }
 
 function tables() {
