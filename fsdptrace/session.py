@@ -78,7 +78,7 @@ class Session:
         self.threads: dict[int, int] = {}
         self.models: dict[int, ModelMap] = {}
         self.new_models: deque[ModelMap] = deque()
-        self.trackers: dict[int, Tracker] = {}
+        self.trackers: weakref.WeakValueDictionary[int, Tracker] = weakref.WeakValueDictionary()
         self.installed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
         self.violation_count = 0

@@ -20,6 +20,7 @@ from fsdptrace import files
 from fsdptrace.disk import TraceWriter
 from support.models import sharded_chain, train
 from support.programs import PROGRAMS
+from support.torches import RELEASE
 
 HEADER = '{"schema":"fsdptrace/1","rank":0}\n'
 MODEL = '{"kind":"model","model":0,"root":"Net","units":[],"groups":[]}\n'
@@ -77,6 +78,8 @@ def test_header_and_last_line(fake_pg: Any, record: Any, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", ["plain", "checkpointing_nested", "explicit_prefetch", "several_groups_per_module"])
 def test_a_file_reads_back_as_it_was_recorded(fake_pg: Any, record: Any, name: str) -> None:
     program = next(program for program in PROGRAMS if program.name == name)
+    if name == "several_groups_per_module" and RELEASE < (2, 13):
+        pytest.skip("torch 2.13 and newer: one module can have param groups on several meshes")
     running = program.build(fake_pg(4))
     with record(running.models) as rec:
         running.step()

@@ -17,6 +17,7 @@ from fsdptrace.adapters.context import Context
 from support.models import chain, sharded_chain, train
 from support.programs import Program, every_program
 from support.snapshot import differences, snapshot
+from support.torches import RELEASE
 
 
 @every_program()
@@ -147,8 +148,9 @@ def test_after_a_fault_of_our_own(
     )
     # What lazy initialisation registered is PyTorch's; nothing of ours is left.
     assert [name for name in differences(before, after) if name.endswith(("unshard", "reshard", "forward", "backward"))] == []
-    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one.to_local(), other.to_local())
+    if RELEASE >= (2, 13):  # the fake process group of older ones leaves reduced gradients uninitialised
+        for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.to_local(), other.to_local())
     # The next recording is none the worse.
     monkeypatch.undo()
     with record(model) as again:

@@ -71,11 +71,12 @@ class LostPreBackward(Rule):
 
     def _say(self, seq: int, state: GroupState, message: str, evidence: tuple[int, ...]) -> None:
         tracker = self.tracker
+        containers = "tuple, list, dict or dataclass" if self.since(2, 10) else "tuple, list or dict"
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number, message,
                 f"Look at what {state.name} returns: a view that is changed in place afterwards (return out.clone(), or use y = y "
-                "+ 1), an object that FSDP2 does not look into (return a tuple, list, dict or dataclass), or a loss on a tensor "
+                f"+ 1), an object that FSDP2 does not look into (return a {containers}), or a loss on a tensor "
                 f"that it does not return. fully_shard({state.name}, reshard_after_forward=False) avoids the failure.",
                 evidence, state.bytes, "lost",
             )

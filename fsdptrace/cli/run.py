@@ -124,9 +124,12 @@ def _ask_files(seen: Seen, pids: set[str], out: Path) -> None:
         except (NotATrace, OSError):
             continue
         found = [event["violation"] for event in trace.events if event.kind == "violation"]
+        # The last step of each model ended with the process.
+        steps: set[tuple[Any, Any]] = {(event.model, event.step) for event in trace.events}
+        steps.update((line.get("model", 0), line.get("step")) for line in trace.summaries)
         seen.add(
             {
-                "models": len(trace.models), "steps": len(trace.summaries), "path": str(path),
+                "models": len(trace.models), "steps": len(steps), "path": str(path),
                 "errors": sum(v.get("severity") == "error" for v in found),
                 "warnings": sum(v.get("severity") == "warning" for v in found),
                 "rules": [v.get("rule", "") for v in found if v.get("severity") != "info"],
