@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fsdptrace.analysis.tables import load
     from fsdptrace.checks.base import InvariantViolation, Rule, Violation
     from fsdptrace.events import Event
+    from fsdptrace.inspection import Inspection, inspect
     from fsdptrace.model_map import GroupInfo, ModelMap
     from fsdptrace.options import Options
     from fsdptrace.recording import AlreadyRecorded, Recording, record
@@ -24,12 +25,13 @@ _PLACES = {
     "record": "recording", "Recording": "recording", "AlreadyRecorded": "recording", "Options": "options",
     "Violation": "checks.base", "InvariantViolation": "checks.base", "Rule": "checks.base", "Event": "events",
     "Step": "steps", "Summary": "summary", "ModelMap": "model_map", "GroupInfo": "model_map",
-    "UnsupportedTorch": "adapters.compat", "load": "analysis.tables",
+    "UnsupportedTorch": "adapters.compat", "load": "analysis.tables", "Inspection": "inspection",
+    "inspect": "inspection",
 }  # fmt: skip
 
 __all__ = [
-    "AlreadyRecorded", "Event", "GroupInfo", "InvariantViolation", "ModelMap", "Options", "Recording", "Rule", "Step",
-    "Summary", "UnsupportedTorch", "Violation", "__version__", "load", "record",
+    "AlreadyRecorded", "Event", "GroupInfo", "Inspection", "InvariantViolation", "ModelMap", "Options", "Recording", "Rule",
+    "Step", "Summary", "UnsupportedTorch", "Violation", "__version__", "inspect", "load", "record",
 ]  # fmt: skip
 
 

@@ -109,6 +109,7 @@ ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict")
 PARAM_FACTS: Final[tuple[str, ...]] = (
     "", "copy_in_optimizer", "outside_in_optimizer", "outside_with_gradient", "requires_grad_of_copy", "hooks_of_copy",
     "copy_written", "gradient_of_copy", "dtype", "tied", "inference_buffer", "ignored_with_gradient",
+    "outside", "ignored",
 )  # fmt: skip
 #: dtype names by the number a record carries; unknown ones are 0.
 DTYPES: Final[tuple[str, ...]] = (

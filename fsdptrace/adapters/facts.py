@@ -16,9 +16,9 @@ from fsdptrace.adapters.wrap import alone, cut_ties, mixed_dtypes, outside
 if TYPE_CHECKING:
     from fsdptrace.adapters.hooks import GroupHooks
 
-_OUTSIDE, _IGNORED, _DTYPE, _TIED, _INFERENCE = (
+OUTSIDE, IGNORED, OUTSIDE_AT_WRAP, IGNORED_AT_WRAP, DTYPE, TIED, INFERENCE = (
     ev.PARAM_FACTS.index(name)
-    for name in ("outside_with_gradient", "ignored_with_gradient", "dtype", "tied", "inference_buffer")
+    for name in ("outside_with_gradient", "ignored_with_gradient", "outside", "ignored", "dtype", "tied", "inference_buffer")
 )
 SHOWN = 8  # names in one event
 
@@ -55,9 +55,9 @@ class Facts:
             self._outside = [(item.name, item.ignored, weakref.ref(item.param)) for item in found]
         if any(unit.state is not None and unit.state._is_root is None for unit in described.units):
             for group, named in mixed_dtypes(described):
-                self._tell(_DTYPE, group, some([f"{name} ({dtype})" for name, dtype in named]), detail=_kinds(named))
+                self._tell(DTYPE, group, some([f"{name} ({dtype})" for name, dtype in named]), detail=kinds(named))
             for tie in cut_ties(described):
-                self._tell(_TIED, tie.group, tie.name, tie.other, tie.other_name)
+                self._tell(TIED, tie.group, tie.name, tie.other, tie.other_name)
 
     def _look_at_buffers(self) -> None:
         for hooks in self._groups:
@@ -70,7 +70,7 @@ class Facts:
             for info, copy in zip(hooks.info.params, copies, strict=True):
                 if copy.is_inference():
                     hooks.buffers_are_plain = False
-                    self._tell(_INFERENCE, hooks.id, info.name, size=info.bytes)
+                    self._tell(INFERENCE, hooks.id, info.name, size=info.bytes)
                     break
 
     def backward_ended(self) -> None:
@@ -91,7 +91,7 @@ class Facts:
         for ignored, items in got.items():
             if items:
                 names, size = some([name for name, _ in items]), sum(size for _, size in items)
-                self._tell(_IGNORED if ignored else _OUTSIDE, ev.NONE, names, detail=str(len(items)), size=size)
+                self._tell(IGNORED if ignored else OUTSIDE, ev.NONE, names, detail=str(len(items)), size=size)
 
     def _tell(self, fact: int, group: int, name: str, other: int = ev.NONE, detail: str = "", size: int = 0) -> None:
         tell(self._context, fact, group, name, other, detail, size)
@@ -109,5 +109,6 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
 
 
-def _kinds(named: list[tuple[str, str]]) -> str:
+def kinds(named: list[tuple[str, str]]) -> str:
+    """The dtypes of parameters, each once."""
     return ", ".join(sorted({dtype for _, dtype in named}))

@@ -46,6 +46,17 @@ class UncoveredParameter(FactRule):
             "Call fully_shard on the module that holds them, as a rule the root, last.",
         )
 
+    def outside(self, seq: int, group: int, name: str, other: int, detail: str, size: int) -> None:
+        """See :class:`FactRule`."""
+        self._say(seq, name, int(detail), size, "", "Call fully_shard on the module that holds them, as a rule the root, last.")
+
+    def ignored(self, seq: int, group: int, name: str, other: int, detail: str, size: int) -> None:
+        """See :class:`FactRule`."""
+        self._say(
+            seq, name, int(detail), size, "though they lie in a wrapped module: given to ignored_params, or added after it",
+            "Reduce their gradients in a hook (param.register_hook), or wrap the model after all its parameters are there.", "warning",
+        )  # fmt: skip
+
     def outside_in_optimizer(self, seq: int, group: int, name: str, other: int, detail: str, size: int) -> None:
         """See :class:`FactRule`."""
         number, _, optimizer = detail.partition(" ")
@@ -66,8 +77,10 @@ class UncoveredParameter(FactRule):
         them = "their gradients, and they differ" if number > 1 else "its gradients, and it differs"
         verb = "belong" if number > 1 else "belongs"
         what = what if number > 1 else what.replace("were", "was").replace("they lie", "it lies")
+        link = "" if not what else " " if what.startswith("though") else " and "
+        seen = f" (event {seq})" if seq else ""
         self.say(
             -1,
-            f"{names} ({show_size(size)}) {verb} to no unit of fully_shard and {what} (event {seq}). Nobody reduces {them} from rank to rank.",
-            hint, (seq,), names, severity=severity, bytes=size,
+            f"{names} ({show_size(size)}) {verb} to no unit of fully_shard{link}{what}{seen}. Nobody reduces {them} from rank to rank.",
+            hint, (seq,) if seq else (), names, severity=severity, bytes=size,
         )  # fmt: skip

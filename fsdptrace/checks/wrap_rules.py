@@ -34,11 +34,11 @@ class MixedDtypeUnit(FactRule):
         state = self.tracker.groups[group]
         self.say(
             group,
-            f"the parameters of {state.name} that FSDP2 wants in one dtype have {detail}: {name} (event {seq}). The forward that "
-            "begins will fail with `FSDP expects uniform original parameter dtype`.",
+            f"the parameters of {state.name} that FSDP2 wants in one dtype have {detail}: {name}{_at(seq)}. The first forward "
+            "fails with `FSDP expects uniform original parameter dtype`.",
             "Cast them to one dtype before fully_shard, freeze those of the other dtype (torch 2.13 looks at trainable ones alone), or "
             "call fully_shard on the modules that hold them first.",
-            (seq,), "dtype",
+            (seq,) if seq else (), "dtype",
         )  # fmt: skip
 
 
@@ -63,11 +63,11 @@ class SplitTie(FactRule):
         mine, its = self.tracker.groups[group], self.tracker.groups[other]
         self.say(
             group,
-            f"{name} and {detail} were one parameter before fully_shard and lie in two units now, {mine.name} and {its.name} (event "
-            f"{seq}): each has its own copy, and they will drift apart.",
+            f"{name} and {detail} were one parameter before fully_shard and lie in two units now, {mine.name} and {its.name}"
+            f"{_at(seq)}: each has its own copy, and they will drift apart.",
             f"Call fully_shard([...]) with both modules, so that they are one unit, or leave both to the unit around them; do not wrap "
             f"{show_name(mine.fqn if mine.fqn else its.fqn)} alone.",
-            (seq,), name,
+            (seq,) if seq else (), name,
         )  # fmt: skip
 
 
@@ -97,3 +97,7 @@ class InferenceBuffer(FactRule):
             "Run the model's first forward under torch.no_grad() instead of torch.inference_mode().",
             (seq,), "buffers",
         )  # fmt: skip
+
+
+def _at(seq: int) -> str:
+    return f" (event {seq})" if seq else ""  # fsdptrace.inspect() looks before there are events

@@ -272,6 +272,31 @@ def parquet(
 
 
 @app.command()
+def inspect(
+    target: Annotated[
+        str, typer.Argument(metavar="SCRIPT:FUNCTION", help="a function without arguments that returns the wrapped model")
+    ],
+    world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="ranks to pretend")] = 8,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="as which of them")] = 0,
+    meta: Annotated[bool, typer.Option("--meta/--no-meta", help="build on the meta device: no memory, no values")] = True,
+    every: Annotated[bool, typer.Option("--all", help="show every unit, however many")] = False,
+    json: Json = False,
+) -> None:
+    """A wrap before it trains: units, bytes, the peak to expect, and what is wrong with it; exit status 1 with an error."""
+    with _clear():
+        from fsdptrace.cli import inspect as view
+        from fsdptrace.cli.output import Screen, print_json
+
+        found = view.build(target, world_size, rank, meta)
+        if json:
+            print_json([item.to_json() for item in found])
+        for item in () if json else found:
+            view.show(Screen(), item, world_size, rank, every)
+    if any(violation.severity == "error" for item in found for violation in item.violations):
+        raise typer.Exit(FOUND)
+
+
+@app.command()
 def rules(
     rule: Annotated[Optional[str], typer.Argument(metavar="NAME", help="one rule, in full")] = None,  # noqa: UP045
     json: Json = False,

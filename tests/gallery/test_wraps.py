@@ -148,8 +148,8 @@ class TestMixedDtypeUnit:
         v = found.violations[0]
         assert v.message == (
             "the parameters of 0 that FSDP2 wants in one dtype have bfloat16, float32: 0.base.weight (bfloat16), 0.a.weight "
-            f"(float32), 0.b.weight (float32) (event {v.seq}). The forward that begins will fail with `FSDP expects uniform "
-            "original parameter dtype`."
+            f"(float32), 0.b.weight (float32) (event {v.seq}). The first forward fails with `FSDP expects uniform original "
+            "parameter dtype`."
         )
 
     def test_raises_instead_of_the_assertion(self, fake_pg: Any, watch: Any) -> None:
