@@ -175,7 +175,7 @@ class ModelMap:
             _from(UnitInfo, {**item, "modules": tuple(item["modules"]), "groups": tuple(item["groups"])})
             for item in data["units"]
         )
-        return cls(data["model"], data["root"], units, tuple(groups), tuple(data.get("uncovered", ())))
+        return cls(int(data["model"]), str(data["root"]), units, tuple(groups), tuple(data.get("uncovered", ())))
 
 
 T = TypeVar("T")

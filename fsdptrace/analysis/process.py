@@ -280,6 +280,8 @@ class LineReader:
         known = self.trace.models.get(model.model)
         if known == model:  # each further part of a file begins with them again
             return
+        if known is not None and len(model.groups) < len(known.groups):
+            raise ValueError("fewer groups than before: units do not go away")
         if known is not None and [g.id for g in known.groups] != [g.id for g in model.groups]:
             self._flush(model.model, None)
         self.trace.models[model.model] = model
@@ -363,10 +365,10 @@ class LineReader:
             dropped=dropped, unsharded_bytes=record[ev.A], unsharded_peak=record[ev.A + 1],
             past_backward_bytes=record[ev.A + 2], past_backward_peak=record[ev.A + 4],
         )  # fmt: skip
+        self.trace.steps.append(line)  # which refuses what is no 64-bit integer
         running.records.extend(record)
         running.last_end = line.t
         self.trace.events += 1
-        self.trace.steps.append(line)
         self.trace.dropped = max(self.trace.dropped, record[ev.A + 3])
         self.trace.last_seq = max(self.trace.last_seq, line.seq)
         self.trace.last_t = max(self.trace.last_t, line.t)
@@ -374,6 +376,9 @@ class LineReader:
 
     def _flush(self, model: int, line: StepLine | None, at_end: bool = False) -> None:
         """Hands the running step on and begins the next one."""
+        if model not in self.trace.models:  # its line was lost, and all that is here are violations
+            del self.running[model]
+            return
         running = self.running[model]
         contiguous = running.step == 0 if running.sent is None else running.step == running.sent + 1
         records, running.records = running.records, array("q")

@@ -48,11 +48,11 @@ class StepLines(Sequence[StepLine]):
         self._flat = array("q")
 
     def append(self, line: StepLine) -> None:
-        """Adds one; ``OverflowError`` when a value is no 64-bit integer."""
+        """Adds one; ``OverflowError`` or ``TypeError`` when a value is no 64-bit integer."""
         before = len(self._flat)
         try:
             self._flat.extend(astuple(line))
-        except OverflowError:
+        except (OverflowError, TypeError):
             del self._flat[before:]
             raise
 

@@ -9,6 +9,7 @@ from fsdptrace_exporters.perfetto.sink import Slice, Template
 
 _SEQUENCE = 1  # all packets come from one writer
 _CLOCK_REALTIME, _CLOCK_BOOTTIME = 1, 6
+_INT64 = 1 << 63
 _PROCESS = 1 << 40  # tracks of processes and groups get numbers that no other track has
 _GROUP = 1 << 41
 
@@ -95,7 +96,7 @@ class ProtobufSink:
                 self._end_at(track, ends.pop())
             packet, event = self._event(track, item.t0, item.what, self._begin)
             for name, value in (("event", item.seq), ("step", item.step)):
-                if value is not None:
+                if value is not None and value < _INT64:
                     event.debug_annotations.add(name_iid=self._argument(name), int_value=value)
             if item.flow_out:
                 event.flow_ids.append(item.flow_out)
@@ -114,7 +115,7 @@ class ProtobufSink:
     def value(self, track: int, at: int, value: int) -> None:
         """The counter from this moment on."""
         packet = self._packet()
-        packet.timestamp = at
+        packet.timestamp = max(0, at)
         event = packet.track_event
         event.type, event.track_uuid, event.counter_value = self._counter, track, value
         self._put(packet)
@@ -124,7 +125,7 @@ class ProtobufSink:
 
     def _end_at(self, track: int, at: int) -> None:
         packet = self._packet()
-        packet.timestamp = at
+        packet.timestamp = max(0, at)
         packet.track_event.type, packet.track_event.track_uuid = self._end, track
         self._put(packet)
 
@@ -132,7 +133,7 @@ class ProtobufSink:
         if what.encoded is None:
             what.encoded = self._encode(what)
         packet = self._packet()
-        packet.timestamp = at
+        packet.timestamp = max(0, at)
         event = packet.track_event
         event.MergeFromString(what.encoded)
         event.type, event.track_uuid = kind, track
@@ -144,10 +145,10 @@ class ProtobufSink:
         event.category_iids.append(self._intern(self._categories, what.category, "event_categories"))
         for name, value in what.args.items():
             annotation = event.debug_annotations.add(name_iid=self._argument(name))
-            if isinstance(value, int):
+            if isinstance(value, int) and -_INT64 <= value < _INT64:
                 annotation.int_value = value
             else:
-                annotation.string_value = value
+                annotation.string_value = str(value)
         encoded: bytes = event.SerializeToString()
         return encoded
 

@@ -69,6 +69,7 @@ def nest(slices: Iterable[Slice]) -> Iterator[tuple[int, list[Slice]]]:
     lanes: list[list[Slice]] = []
     open_until: list[list[int]] = []
     for item in sorted(slices, key=lambda s: (s.t0, -s.t1, s.seq or 0)):
+        item.t1 = max(item.t0, item.t1)  # in a damaged file an end can lie before its begin
         lane = _lane(open_until, item)
         if lane == len(lanes):
             lanes.append([])
