@@ -44,8 +44,11 @@ def write(
         out.mkdir(parents=True, exist_ok=True)
         loaded.connection.execute(f"SET memory_limit = '{MEMORY}'; SET threads = {workers.cores()}")
         try:
-            for file in loaded.files:
+            sizes = [Path(file).stat().st_size for file in loaded.files]
+            for i, file in enumerate(loaded.files):
                 _events(loaded, file, out / "events")
+                if progress is not None:
+                    progress(sum(sizes[: i + 1]), sum(sizes))
             for name in tables.TABLES:
                 if name != "events":
                     _table(loaded, name, out / name / part / f"{name}.parquet")

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrace.analysis.records import PARSE_ERRORS, parse
+from fsdptrace.checks.text import count
 from fsdptrace.events import SCHEMA
 from fsdptrace.files import NotATrace, tail_of
 
 _HEADER_LINES = 5  # a header is the first line; a few more are tried where that one is damaged
 _HEADER_BYTES = 1 << 20
+_PACKED = (".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2")
 _FIRST_LINES = 600  # header, up to 255 models and their corrections
 
 
@@ -222,8 +224,12 @@ def _walk(folder: Path, problems: list[Problem]) -> list[Path]:
         problems.append(Problem(Path(error.filename), f"cannot be read: {error.strerror or error}"))
 
     found = []
+    packed: list[str] = []
     for where, _folders, names in os.walk(folder, onerror=unreadable):
         found += [Path(where) / name for name in names if name.endswith(".jsonl")]
+        packed += [name for name in sorted(names) if name.endswith(_PACKED)]
+    if packed:
+        problems.append(Problem(folder, f"{count(len(packed), 'compressed file')} ({packed[0]}…): unpack to have them read"))
     return found
 
 

@@ -34,7 +34,7 @@ class Bar:
             )  # fmt: skip
             self._bar.add_task(self._what, total=total)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done)
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
     def close(self) -> None:
         """Takes it off the screen."""

@@ -44,6 +44,14 @@ def test_foreign_and_empty_files_beside_a_run(tmp_path: Path) -> None:
     assert "rank00007.node-9.jsonl: empty: the process ended before its first line" in told[1]
 
 
+def test_compressed_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rank00000.node-1.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(NotATrace, match=r"1 compressed file \(rank00000\.node-1\.jsonl\.gz…\): unpack"):
+        load(tmp_path)
+    run(tmp_path)
+    assert [problem.message.partition(" (")[0] for problem in load(tmp_path).problems] == ["1 compressed file"]
+
+
 def test_another_schema(tmp_path: Path) -> None:
     run(tmp_path, ranks=1)
     (tmp_path / "run" / "rank00001.node-2.jsonl").write_text('{"schema": "fsdptrace/9", "rank": 1}\n')
