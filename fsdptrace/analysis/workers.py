@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import connection
 from typing import Any, TypeVar
 
 from fsdptrace.analysis.sources import Source
@@ -76,6 +78,15 @@ _done: Any = None  # in a worker: the bytes that all of them have read
 def _join(done: Any) -> None:
     global _done
     _done = done
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """Ends this worker when the process that it reads for was killed: it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _advance(count: int) -> None:

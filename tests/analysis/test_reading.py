@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,3 +189,47 @@ def test_json_of_all_sections_is_plain(tmp_path: Path) -> None:
         "distance_ns": 4 * 30,
     }]  # fmt: skip
     assert [row["rank"] for row in data["ranks_compared"]["rows"]] == [0, 1]
+
+
+def test_workers_end_with_the_process_that_they_read_for(tmp_path: Path) -> None:
+    """A report that is killed leaves no process behind."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "from fsdptrace.analysis import workers\n"
+        "from fsdptrace.analysis.sources import Header, Source\n"
+        "def slow(source, advance):\n"
+        "    with open(sys.argv[1], 'a') as stream:\n"
+        "        stream.write(f'{os.getpid()}\\n')\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    from pathlib import Path\n"
+        "    from types import SimpleNamespace\n"
+        "    some = [SimpleNamespace(parts=[], tail=None) for _ in range(2)]\n"
+        "    workers.each(some, slow, jobs=2)\n"
+    )
+    started = tmp_path / "started"
+    parent = subprocess.Popen([sys.executable, str(program), str(started)])
+    try:
+        wait_until(lambda: started.exists() and len(started.read_text().split()) == 2)
+        parent.kill()
+        for pid in map(int, started.read_text().split()):
+            wait_until(lambda pid=pid: not alive(pid))
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of that number runs (an ended one that nobody waited for does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
