@@ -1,4 +1,5 @@
-"""Sessions: ``lint``, ``types``, ``tests``, ``tests_engines``, and ``tests_torch`` over real torch releases.
+"""Sessions: ``lint``, ``types``, ``tests``, ``tests_engines``, ``servers`` with real back ends, ``tests_otel`` over releases of
+OpenTelemetry, and ``tests_torch`` over real torch releases.
 
 ``nox`` runs the first three. ``nox -s tests_torch`` runs the quick tests once per torch release, each in an
 environment of its own; one of them is ``nox -s "tests_torch(torch='2.7.1')"``. The default Linux wheels of
@@ -15,6 +16,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["lint", "types", "tests"]
 
 TORCH = ["2.6.0", "2.7.1", "2.9.1", "2.10.0", "2.12.1", "2.13.0", "2.14.1", "latest"]
+OTEL = ["1.26.0", "latest"]
 PINNED = ("-c", "constraints.txt")
 
 
@@ -54,4 +56,24 @@ def tests_torch(session: nox.Session, torch: str) -> None:
     wanted = ["--upgrade", "torch"] if torch == "latest" else [f"torch=={torch}"]
     session.install(*wanted, "-e", ".[cli,test]")
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("python", "-m", "pytest", "tests", "-m", "not slow", *session.posargs)
+    session.run("python", "-m", "pytest", "tests", "-m", "not slow and not servers", *session.posargs)
+
+
+@nox.session
+def servers(session: nox.Session) -> None:
+    """The exporters against servers too heavy for every run, MLflow and VictoriaMetrics: about two minutes more."""
+    session.install(*PINNED, "-e", ".[cli,test]")
+    session.run("python", "-m", "pytest", "tests/servers", "-m", "servers", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("otel", OTEL)
+def tests_otel(session: nox.Session, otel: str) -> None:
+    """The exporters on one release of OpenTelemetry; what needs a newer one than 1.26 is skipped there."""
+    wanted = ["opentelemetry-sdk", "opentelemetry-exporter-otlp"]
+    if otel != "latest":
+        wanted = [f"{name}=={otel}" for name in wanted]
+    tools = ["torch==2.13.0", "pytest", "pytest-timeout", "psutil", "rotel", "promql-parser", "jsonschema", "pyyaml"]
+    session.install("--upgrade", *wanted, *tools, "-e", ".[cli,prometheus]")
+    session.run("python", "-c", "import opentelemetry.sdk.version as v; print('opentelemetry-sdk', v.__version__)")
+    session.run("python", "-m", "pytest", "tests/exporters", "tests/dashboards", *session.posargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,16 @@ import pytest
 from fsdptrace.analysis import find_runs
 from fsdptrace.analysis.follow import FollowedStep, Follower, Position
 from support.made import Made, model, run
+
+
+def _encoder() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.json.file") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_encoder = pytest.mark.skipif(not _encoder(), reason="OTLP JSON needs opentelemetry-exporter-otlp-json-file (SDK 1.45)")
 
 
 def source(path: Path) -> Any:
@@ -192,6 +203,7 @@ def times(span: dict[str, Any]) -> tuple[int, int]:
     return int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])
 
 
+@needs_encoder
 def test_otlp_json_of_a_made_run(tmp_path: Path) -> None:
     """Two ranks, two steps of known times: 10 ns an event, the clock's zero at 1,000 ns Unix time."""
     run(tmp_path / "out", ranks=2, steps=2)
@@ -219,6 +231,7 @@ def test_otlp_json_of_a_made_run(tmp_path: Path) -> None:
     assert metrics["fsdp.unsharded.memory.peak"]["gauge"]["dataPoints"][0]["asInt"] == "4000"
 
 
+@needs_encoder
 def test_the_same_ids_again(tmp_path: Path) -> None:
     run(tmp_path / "out", ranks=2, steps=2)
     for name in ("a", "b"):
@@ -230,6 +243,7 @@ def test_the_same_ids_again(tmp_path: Path) -> None:
     assert len(set(ids)) == len(ids)
 
 
+@needs_encoder
 def test_sampling_is_of_the_step(tmp_path: Path) -> None:
     """Some steps of forty, and of these both ranks; the same ones again another time."""
     run(tmp_path / "out", ranks=2, steps=40)
@@ -244,6 +258,7 @@ def test_sampling_is_of_the_step(tmp_path: Path) -> None:
     assert 0 < len(kept[0][0]) < 40
 
 
+@needs_encoder
 def test_detail_is_for_the_ranks_that_matter(tmp_path: Path) -> None:
     """Rank 0 unless told; a rank with a violation always."""
     for rank in range(3):
@@ -272,6 +287,7 @@ def test_detail_is_for_the_ranks_that_matter(tmp_path: Path) -> None:
     assert logs.count("unpaired-unshard at layers.1 change it") == 1
 
 
+@needs_encoder
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between steps"])
 def test_the_last_span_of_a_dead_trainer(tmp_path: Path, between: bool) -> None:
     trace = made(1)
@@ -296,8 +312,8 @@ def test_the_last_span_of_a_dead_trainer(tmp_path: Path, between: bool) -> None:
     [
         (("--to", "nope"), {}, "--to nope: there is no such exporter; installed are otlp, otlp-json, prometheus"),
         ((), {}, "--to is missing"),
-        (("--to", "otlp-json"), {}, "otlp-json needs a file"),
-        (("--to", "otlp-json:/nowhere/x"), {}, "/nowhere/x.traces.jsonl: cannot be written: No such file or directory"),
+        pytest.param(("--to", "otlp-json"), {}, "otlp-json needs a file", marks=needs_encoder),
+        pytest.param(("--to", "otlp-json:/nowhere/x"), {}, "/nowhere/x.traces.jsonl: cannot be written", marks=needs_encoder),
         (("--to", "otlp:x"), {}, "otlp takes nothing after the colon"),
         (("--to", "prometheus"), {}, "add --follow"),
         (("--to", "prometheus:0", "--follow"), {}, "'0' is not a port"),
@@ -318,6 +334,7 @@ def test_bad_use_is_one_clear_line(arguments: tuple[str, ...], environment: dict
     assert [says in line for line in words.splitlines()] == [True]
 
 
+@needs_encoder
 def test_a_full_disk_stops_the_export(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
@@ -327,6 +344,7 @@ def test_a_full_disk_stops_the_export(tmp_path: Path) -> None:
     assert "x.traces.jsonl: cannot be written on" in words
 
 
+@needs_encoder
 def test_exporting_needs_no_torch(tmp_path: Path) -> None:
     run(tmp_path / "out", ranks=1, steps=1)
     program = (

@@ -11,6 +11,8 @@ import pytest
 
 from support.servers import receiver, until, values, wait_for_exporter
 
+pytest.importorskip("opentelemetry.instrumentation", reason="opentelemetry-instrumentation is not installed")
+
 BIN = Path(sys.executable).parent
 
 TRAINING = """

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.parse
@@ -262,15 +263,15 @@ def debian(program: str, package: str, suite: str = "") -> str:
 
 def _suite(folder: Path, suite: str) -> list[str]:
     """Options of apt-get for another suite of the mirror that this system uses; its own lists stay untouched."""
-    mirror = ""
-    for listed in [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]:
-        if listed.exists() and not mirror:
-            words = listed.read_text().split()
-            mirror = next((word for word in words if "://" in word and "security" not in word), "")
-    if not mirror:
+    listed = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
+    text = "\n".join(path.read_text() for path in listed if path.is_file())
+    lines = [line.split() for line in text.splitlines() if line.startswith(("URIs:", "deb "))]
+    mirrors = [word for words in lines for word in words if "://" in word and "security" not in word]
+    keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    if not mirrors or not keyring.exists():
         pytest.skip("no Debian mirror is set up here")
     sources = folder / "sources.list"
-    sources.write_text(f"deb [trusted=yes] {mirror} {suite} main\n")
+    sources.write_text(f"deb [signed-by={keyring}] {mirrors[0]} {suite} main\n")
     for name in ("lists/partial", "cache/archives/partial"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     return [
@@ -287,3 +288,75 @@ def stop_exporter(folder: Path) -> None:
         if str(folder) in (process.info["cmdline"] or []):
             process.terminate()
             process.wait(20)
+
+
+# -- heavy ones, for `nox -s servers` ----------------------------------------------------------------------------------
+MLFLOW = "3.17.2"
+
+
+@contextmanager
+def mlflow(folder: Path) -> Iterator[tuple[str, str]]:
+    """MLflow's tracking server, which stores traces that come over OTLP: its address and the id of an experiment.
+
+    It is installed (a minute, 380 MB) into an environment of its own, without what its server does not need.
+    """
+    venv = CACHE / f"mlflow-{MLFLOW}"
+    python = venv / "bin" / "python"
+    if not (venv / ".installed").exists():
+        needed = [
+            f"mlflow-skinny=={MLFLOW}", f"mlflow-tracing=={MLFLOW}", "alembic", "sqlalchemy", "flask", "flask-cors", "graphene",
+            "pandas", "huey", "aiohttp", "cryptography",
+        ]  # fmt: skip
+        try:
+            subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True, timeout=120)
+            for arguments in (needed, ["--no-deps", f"mlflow=={MLFLOW}"]):
+                subprocess.run(
+                    [str(python), "-m", "pip", "install", "-q", *arguments], check=True, timeout=900, capture_output=True
+                )
+        except subprocess.SubprocessError as error:
+            pytest.skip(f"MLflow cannot be installed here: {error}")
+        (venv / ".installed").touch()
+    port = free_port()
+    server = Server(
+        [str(python), "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+         "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder / "artifacts")],
+        folder / "mlflow.log", MLFLOW_DISABLE_TELEMETRY="true", MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
+    )  # fmt: skip
+    try:
+        server.ready(port, seconds=150)
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: _answers(f"{url}/health"), "MLflow answers", 120)
+        made = post(f"{url}/api/2.0/mlflow/experiments/create", {"name": "fsdptrace"})
+        yield url, str(made["experiment_id"])
+    finally:
+        server.stop()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def post(url: str, body: Any) -> Any:
+    """JSON to a server's API, and its answer."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def victoria_metrics(folder: Path) -> Iterator[str]:
+    """VictoriaMetrics, which takes metrics over OTLP and answers PromQL: its address."""
+    program = debian("victoria-metrics", "victoria-metrics", "forky")
+    port = free_port()
+    server = Server(
+        [program, f"-storageDataPath={folder / 'victoria'}", f"-httpListenAddr=127.0.0.1:{port}", "-search.latencyOffset=1s",
+         "-retentionPeriod=100y", "-opentelemetry.usePrometheusNaming"], folder / "victoria.log",
+    )  # fmt: skip
+    try:
+        yield f"http://127.0.0.1:{server.ready(port) and port}"
+    finally:
+        server.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -38,7 +39,12 @@ def error(text: str) -> Status:
 
 def link(trace: int, span: int, attributes: Mapping[str, Any] | None = None, remote: bool = False) -> Link:
     """A link to a span by its numbers."""
-    return Link(SpanContext(trace, span, remote, SAMPLED), dict(attributes or {}))
+    return Link(SpanContext(trace, span, remote, SAMPLED), _bounded(attributes))
+
+
+def _bounded(attributes: Mapping[str, Any] | None) -> BoundedAttributes:
+    """As the encoder of older SDKs wants the attributes of a link."""
+    return BoundedAttributes(attributes=dict(attributes or {}))
 
 
 def traceparent_link(text: str) -> Link | None:
@@ -48,7 +54,7 @@ def traceparent_link(text: str) -> Link | None:
         context = SpanContext(int(trace, 16), int(span, 16), True, TraceFlags(int(flags, 16)))
     except ValueError:
         return None
-    return Link(context, {"fsdp.link": "active_span"}) if context.is_valid else None
+    return Link(context, _bounded({"fsdp.link": "active_span"})) if context.is_valid else None
 
 
 def violation_event(data: Mapping[str, Any], at: int) -> Event:

@@ -17,11 +17,13 @@ from urllib.parse import urlsplit
 from fsdptrace_exporters.sinks import Settings, Unusable
 
 LONGEST_PAUSE = 8.0  # seconds between tries
+PATIENCE = 60.0  # seconds that a finished run waits for the back end
 TRIES = 3  # of a batch that is refused for what is in it
 
 # Answers that are about the batch. All others (no connection, overload, no rights, no such path) are about the back end.
 _REFUSED = {"INVALID_ARGUMENT", "OUT_OF_RANGE", "400", "413", "422"}
 _NO_SUCH_SIGNAL = {"UNIMPLEMENTED", "NOT_FOUND", "404", "405", "501"}
+_FAULT = "fault "
 _CODE = re.compile(r"StatusCode\.([A-Z_]+)|code: (\d{3})\b")
 
 
@@ -112,6 +114,10 @@ class Delivery:
                 self.sent += len(batch)
                 return
             tries += 1
+            fault = code.startswith(_FAULT)
+            if fault and tries >= TRIES:
+                self._tell(f"cannot be sent some {self.signal} ({code[len(_FAULT) :]}): they are dropped and counted", "fault")
+                break
             if code in _REFUSED and tries >= TRIES:
                 self._tell(f"refuses some of the {self.signal} ({code}): they are dropped and counted", code)
                 break
@@ -119,8 +125,12 @@ class Delivery:
                 self._tell(f"takes no logs ({code}); violations are in the traces too", code)
                 self.off = True
                 break
-            if code not in _REFUSED:
+            if code not in _REFUSED and not fault:
                 self._outage(code)
+                if not self._settings.live and time.monotonic() - self._down > PATIENCE:
+                    raise Unusable(
+                        f"{self._where} took no {self.signal} for {PATIENCE:.0f} s; the same command goes on from here"
+                    )
             if self._settings.stop.wait(pause):
                 raise NotDelivered
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -136,7 +146,9 @@ class Delivery:
         except Unusable:
             raise
         except Exception as error:  # the older HTTP exporters let errors of the connection through
-            return heard.take() or type(error).__name__
+            # Anything else is about the batch: it cannot be encoded, and will not be by waiting.
+            connection = isinstance(error, OSError) or type(error).__module__.startswith("grpc")
+            return heard.take() or (type(error).__name__ if connection else f"{_FAULT}{type(error).__name__}: {error}")
         return heard.take() or "no answer"
 
     def _outage(self, code: str) -> None:

@@ -1,0 +1,106 @@
+"""Real back ends with query APIs: every span and metric of a run of two ranks, read back from where it is stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboards.test_dashboards import ask, check_every_query, queries, train, value
+from exporters.test_otlp import Lines, expected_units
+
+from support.ranks import run_ranks
+from support.servers import get, mlflow, post, until, victoria_metrics, wait_for_exporter
+
+pytestmark = [pytest.mark.servers, pytest.mark.multiprocess]
+
+
+def test_mlflow_gives_back_every_span(tmp_path: Path) -> None:
+    """By trace id, to the nanosecond: the step's trace, and the unit traces of both ranks, which each have violations."""
+    with mlflow(tmp_path) as (url, experiment):
+        environment = {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{url}/v1/traces", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_EXPORTER_OTLP_HEADERS": f"x-mlflow-experiment-id={experiment}", "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_TIMEOUT": "60",
+        }  # fmt: skip
+        run_ranks(train, 2, str(tmp_path / "out"), environment, "otlp", 0.5, timeout=120)
+        said = wait_for_exporter(tmp_path / "out" / "run", 120)
+        assert [line for line in said.splitlines() if not line.startswith("note: ")] == []
+        files = [Lines(path) for path in sorted((tmp_path / "out" / "run").glob("*.jsonl"))]
+        traces = until(lambda: _stored(url, experiment), "traces are stored")
+        for lines in files:
+            steps = sorted({line["step"] for line in lines.all if line.get("kind") == "step"})
+            for number in steps:
+                (spans,) = [spans for spans in traces if any(_is(span, "fsdp.units", lines.rank, number) for span in spans)]
+                (root,) = [span for span in spans if span["name"] == "fsdp.units"]
+                got = Counter(
+                    (span["name"], int(span["start_time_unix_nano"]), int(span["end_time_unix_nano"]),
+                     span["attributes"].get("fsdp.module.fqn", ""))
+                    for span in spans if span is not root
+                )  # fmt: skip
+                assert got == expected_units(lines, number)
+                ids = {span["span_id"] for span in spans}
+                assert all(span["parent_span_id"] in ids for span in spans if span is not root)
+                (whole,) = [spans for spans in traces if any(_is(span, "fsdp.rank", lines.rank, number) for span in spans)]
+                (rank,) = [span for span in whole if _is(span, "fsdp.rank", lines.rank, number)]
+                found = [line for line in lines.step(number) if line["kind"] == "violation"]
+                shown = Counter(event["attributes"]["fsdp.rule"] for event in rank["events"])
+                assert shown == Counter(line["rule"] for line in found)
+                assert sum(span["name"] == "fsdp.rank" for span in whole) == 2
+
+
+def _is(span: dict[str, Any], name: str, rank: int, step: int) -> bool:
+    about = span["attributes"]
+    return bool(span["name"] == name and about.get("dl.rank") == rank and about.get("fsdp.step") == step)
+
+
+def _stored(url: str, experiment: str) -> list[list[dict[str, Any]]]:
+    """The spans of every trace that is stored."""
+    location = {"type": "MLFLOW_EXPERIMENT", "mlflow_experiment": {"experiment_id": experiment}}
+    found: list[dict[str, Any]] = []
+    token = ""
+    while True:
+        body = {"locations": [location], "max_results": 100, **({"page_token": token} if token else {})}
+        answer = post(f"{url}/api/3.0/mlflow/traces/search", body)
+        found += answer.get("traces", [])
+        token = answer.get("next_page_token", "")
+        if not token:
+            break
+    return [_spans(get(f"{url}/api/3.0/mlflow/traces/get", trace_id=trace["trace_id"])) for trace in found]
+
+
+def _spans(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    def plain(value: dict[str, Any]) -> Any:
+        ((kind, inner),) = value.items()
+        return int(inner) if kind == "int_value" else inner
+
+    def about(item: dict[str, Any]) -> dict[str, Any]:
+        return {pair["key"]: plain(pair["value"]) for pair in item.get("attributes", [])}
+
+    return [
+        {
+            **span,
+            "attributes": about(span),
+            "events": [{**event, "attributes": about(event)} for event in span.get("events", [])],
+        }
+        for span in answer["trace"]["spans"]
+    ]
+
+
+def test_every_panel_has_data_from_victoria_metrics(tmp_path: Path) -> None:
+    """Metrics over OTLP; the same queries as for a scraped Prometheus, under the same names."""
+    with victoria_metrics(tmp_path) as url:
+        environment = {
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{url}/opentelemetry/v1/metrics", "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_METRIC_EXPORT_INTERVAL": "1000", "OTEL_LOGS_EXPORTER": "none",
+            "FSDPTRACE_METRIC_MODULES": "1",
+        }  # fmt: skip
+        steps = run_ranks(train, 2, str(tmp_path / "out"), environment, "otlp", 6.0, timeout=120)
+        said = wait_for_exporter(tmp_path / "out" / "run", 60)
+        assert [line for line in said.splitlines() if not line.startswith("note: ")] == []
+        until(lambda: value(url, "min(fsdp_step)") == steps[0] - 1, "the last step is there")
+        assert queries()
+        check_every_query(url, "run")
+        assert ask(url, 'sum by (fsdptrace_run_id, fsdp_rule) (fsdp_violations_total{fsdp_severity="error"}) > 0')
+        assert value(url, "sum(fsdp_step_duration_seconds_count)") == 2 * steps[0]
