@@ -119,7 +119,7 @@ class ProcessMetrics:
                     about["fsdp.module.fqn"] = part.map.fqn(group)
                 self._record("fsdp.unshard.host.duration", (t1 - t0) / 1e9, {**self.attributes, **about})
             elif kind == ev.RECOMPUTE:
-                about = {"fsdp.module.fqn": part.map.units[rest[0]].fqn} if self._modules and rest[0] >= 0 else {}
+                about = {"fsdp.module.fqn": part.map.fqn(group)} if self._modules else {}
                 self._record("fsdp.recompute.duration", (t1 - t0) / 1e9, {**self.attributes, **about})
 
     def device(self) -> bool:

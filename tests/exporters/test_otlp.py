@@ -124,13 +124,9 @@ def expected_units(lines: Lines, number: int) -> Counter[tuple[str, int, int, st
         kind = line["kind"]
         after = [other for other in events[i + 1 :] if other.get("group") == line.get("group")]
         if kind in plain:
-            if "group" in line:
-                fqn = lines.fqn(line)
-            elif kind in ("region", "recompute", "forward"):
-                unit = line["root"] if kind == "forward" else line.get("unit")
-                fqn = lines.model["units"][unit]["fqn"] if unit is not None else ""
-            else:
-                fqn = ""
+            fqn = lines.fqn(line) if "group" in line else ""
+            if kind == "forward":
+                fqn = lines.model["units"][line["root"]]["fqn"]
             add(plain[kind], line["t0"], line["t1"], fqn)
         elif kind == "unshard" and "noop" not in line:
             freed = next((other for other in after if other["kind"] in ("reshard", "discard")), None)
@@ -162,6 +158,11 @@ def test_every_unit_span_is_in_the_file_to_the_nanosecond(sent: Any, run: str) -
             got = Counter((s.name, *times(s), values(s.attributes).get("fsdp.module.fqn", "")) for s in mine if s is not root)
             assert got == expected_units(lines, number)
             tree(mine, root)
+            regions = {s.span_id: values(s.attributes)["fsdp.region"] for s in mine if s.name == "fsdp.region"}
+            recomputed = [s for s in mine if s.name == "fsdp.recompute"]
+            assert len(recomputed) == len(regions) == 3  # three checkpointed layers
+            for span in recomputed:
+                assert regions[span.links[0].span_id] == values(span.attributes)["fsdp.region"]
 
 
 def times(span: Any) -> tuple[int, int]:

@@ -45,6 +45,7 @@ class TraceSink:
         self._resources: dict[Any, Resource] = {}
         self._waiting: list[ReadableSpan] = []
         self._since = 0.0
+        self._unmade = 0
         self._told: set[Any] = set()
 
     def begin(self, process: Follower, state: Mapping[str, Any]) -> None:
@@ -73,7 +74,15 @@ class TraceSink:
         detail = wanted and len(part.records) > 0 and (part.full or part.line is None)
         self._waiting += step_spans(header, of, self._scope, step, extent, detail, died)
         if detail:
-            self._waiting += UnitTrace(header, of, self._scope, step, extent).spans()
+            try:
+                self._waiting += UnitTrace(header, of, self._scope, step, extent).spans()
+            except Exception as error:  # a file can hold what no recorder of this version writes
+                self._unmade += 1
+                if self._unmade == 1:
+                    self._settings.say(
+                        f"{process.path.name}: the units of step {part.step} cannot be made spans of "
+                        f"({type(error).__name__}: {error}); they are left out and counted"
+                    )
 
     def round(self, process: Follower, caught_up: bool) -> None:
         pass
@@ -105,8 +114,8 @@ class TraceSink:
 
     @property
     def dropped(self) -> int:
-        """Spans that the back end refused."""
-        return self._delivery.dropped
+        """Spans that the back end refused, and unit traces that could not be made."""
+        return self._delivery.dropped + self._unmade
 
     def close(self) -> None:
         pass

@@ -134,18 +134,24 @@ class UnitTrace:
         self._spans.add(name, span, parent, t0 + shift, t1 + shift, attributes, [*(events or ()), *found], links or (), status)
 
     # -- events --------------------------------------------------------------------------------------------------------
-    def _container(self, kind: int, seq: int, t0: int, t1: int, _g: int, parent: int, _c: int, a: int, b: int, c: int,
+    def _container(self, kind: int, seq: int, t0: int, t1: int, group: int, parent: int, _c: int, a: int, b: int, c: int,
                    d: int, e: int) -> None:  # fmt: skip
         attributes: dict[str, Any] = {}
+        links: list[Link] = []
         if kind == ev.FORWARD:
             attributes = {"fsdp.module.fqn": self._map.units[a].fqn if a >= 0 else "", "fsdp.grad": bool(b)}
         elif kind != ev.BACKWARD:
-            unit = self._map.units[b].fqn if b >= 0 else ""
-            attributes = {"fsdp.region": a, "fsdp.region.name": self._step.part.texts.get(e), "fsdp.module.fqn": unit,
-                          "fsdp.saved.tensors": c}  # fmt: skip
-            if d >= 0:
-                attributes["fsdp.saved.bytes"] = d
-        self._add(_CONTAINERS[kind], self._id(seq), self._within(parent), t0, t1, attributes, seq)
+            attributes = {"fsdp.module.fqn": self._map.fqn(group), "fsdp.region": a, "fsdp.checkpoint": ev.CHECKPOINTS[d],
+                          "fsdp.region.name": self._step.part.texts.get(e)}  # fmt: skip
+            if b >= 0:
+                attributes["fsdp.saved.tensors"] = b
+            if kind == ev.RECOMPUTE:
+                attributes["fsdp.recompute.end"] = ev.ENDS[c]
+                if a in self._containers:  # of this step: the forward that it repeats
+                    links.append(build.link(self._spans.trace, self._id(a), {"fsdp.link": "region"}))
+            elif c >= 0:
+                attributes["fsdp.saved.bytes"] = c
+        self._add(_CONTAINERS[kind], self._id(seq), self._within(parent), t0, t1, attributes, seq, links=links)
 
     def _unshard(self, _k: int, seq: int, t0: int, t1: int, group: int, _p: int, context: int, size: int, world: int,
                  dtype: int, issuer: int, how: int) -> None:  # fmt: skip
@@ -244,7 +250,7 @@ class UnitTrace:
         unit = self._backward.get(group)
         around = self._id(unit.seq, _UNIT) if unit is not None and unit.t0 <= t0 else self._within(parent)
         attributes = {**self._about(group, context), "fsdp.bytes": size, "fsdp.wire.bytes": ev.wire_bytes(kind, size, world),
-                      "fsdp.dtype": ev.DTYPES[dtype], "fsdp.tensors": tensors, "fsdp.op": ev.OPS[op],
+                      "fsdp.dtype": ev.DTYPES[dtype], "fsdp.tensors": tensors, "fsdp.op": ev.OPS[op % ev.OP_UNIT],
                       "fsdp.mesh": self._meshes[group]}  # fmt: skip
         self._add(_REDUCTIONS[kind], self._id(seq), around, t0, t1, attributes, seq)
 
