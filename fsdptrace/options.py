@@ -12,7 +12,10 @@ DETAILS = ("auto", "full", "summary")
 FLUSHES = ("none", "collective")
 DEVICE_TIMINGS = ("auto", "always", "off")
 _OFF = ("0", "false", "off", "no")
-_OURS = ("FSDPTRACE_TALLY",)  # set by `fsdptrace run` for its children: no options
+_OURS = (
+    "FSDPTRACE_JOBS",
+    "FSDPTRACE_TALLY",
+)  # of the command, not of a recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
 
 from fsdptrace.analysis.sources import Source
 
 WORTH_IT = 24 << 20  # bytes from which on starting workers (0.2 s) pays
+JOBS = "FSDPTRACE_JOBS"  # how many workers at most, where the caller leaves it open
 PERIOD = 0.1  # seconds between looks at how far the workers are
 
 T = TypeVar("T")
@@ -38,7 +40,10 @@ def _size(path: os.PathLike[str]) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use; ``FSDPTRACE_JOBS`` sets it."""
+    given = os.environ.get(JOBS, "")
+    if given.isdigit() and int(given):
+        return int(given)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -116,6 +121,8 @@ def _in_workers(
                 for future in finished:
                     future.result()
                 progress(done.value, total)
+        except BrokenProcessPool:
+            raise OSError(f"a worker that read files was killed (out of memory?); fewer at a time: {JOBS}=1") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

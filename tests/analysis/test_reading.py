@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdptrace
-from fsdptrace.analysis import StepPart, find_runs, load, read_process, scan
+from fsdptrace.analysis import StepPart, find_runs, load, read_process, scan, workers
 from support.made import Made, run
 
 NEVER = re.compile(rb"(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})|([^\n]*\n|[^\n]+)")
@@ -101,6 +102,22 @@ def test_workers_give_the_same_answer(tmp_path: Path) -> None:
     together = load(tmp_path, jobs=2, progress=lambda done, total: shared.append((done, total)))
     assert shared[-1] == (total, total)
     assert together.to_json(steps=True) == alone.to_json(steps=True)
+
+
+def _dies(source: Any, advance: Any) -> None:
+    os._exit(9)
+
+
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
+    run(tmp_path, ranks=2)
+    with pytest.raises(OSError, match=r"a worker that read files was killed .* FSDPTRACE_JOBS=1"):
+        workers.each(find_runs(tmp_path)[0][0].sources, _dies, jobs=2)
+
+
+def test_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert workers.cores() >= 1
+    monkeypatch.setenv("FSDPTRACE_JOBS", "7")
+    assert workers.cores() == 7
 
 
 def test_lines_out_of_order(tmp_path: Path) -> None:
