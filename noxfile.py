@@ -68,10 +68,12 @@ ranks, removal without a trace, and zero code."""
 def tests_torch(session: nox.Session, torch: str) -> None:
     """The core of the tests on one torch release, or what is named after ``--``; the environment is removed afterwards."""
     wanted = ["--upgrade", "torch"] if torch == "latest" else [f"torch=={torch}"]
-<<<<<<< HEAD
-    session.install(*wanted, "-e", ".[cli,test]")
-    session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    session.run("python", "-m", "pytest", "tests", "-m", "not slow and not servers", *session.posargs)
+    try:
+        session.install("--no-cache-dir", *wanted, "-e", ".[cli,test]")
+        session.run("python", "-c", "import sys, torch; print('torch', torch.__version__, 'python', sys.version.split()[0])")
+        session.run("python", "-m", "pytest", *(session.posargs or CORE))
+    finally:
+        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
 
 @nox.session
@@ -92,13 +94,6 @@ def tests_otel(session: nox.Session, otel: str) -> None:
     session.install("--upgrade", *wanted, *tools, "-e", ".[cli,prometheus]")
     session.run("python", "-c", "import opentelemetry.sdk.version as v; print('opentelemetry-sdk', v.__version__)")
     session.run("python", "-m", "pytest", "tests/exporters", "tests/dashboards", *session.posargs)
-=======
-    try:
-        session.install("--no-cache-dir", *wanted, "-e", ".[cli,test]")
-        session.run("python", "-c", "import sys, torch; print('torch', torch.__version__, 'python', sys.version.split()[0])")
-        session.run("python", "-m", "pytest", *(session.posargs or CORE))
-    finally:
-        shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
 
 @nox.session
@@ -106,4 +101,3 @@ def tests_ray(session: nox.Session) -> None:
     """Workers of a Ray cluster that was started before, reached by ``runtime_env``; nightly: Ray is large, slow to start."""
     session.install(*PINNED, "-e", ".[cli,test]", "ray")
     session.run("python", "-m", "pytest", "tests/test_ray.py", *session.posargs)
->>>>>>> b8daccb (Ray's workers are reached by runtime_env: a test in a nox session of its own; the core of the tests per torch release)
