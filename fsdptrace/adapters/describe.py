@@ -142,13 +142,22 @@ def _group_info(
         reduce_dtype=dtype_name(grads.pop()) if len(grads) == 1 else "unknown",
         world=world, post_forward_world=post_world, replicate_world=int(getattr(mesh_info, "replicate_mesh_size", 1)),
         mesh=_mesh(mesh_info), reshard_after_forward=keeps,
-        auto_policy=getattr(state, "_auto_reshard_after_forward", None),
+        auto_policy=_auto_policy(state, post),
         trainable=sum(p.trainable for p in params), offload=any(p.offload_to_cpu for p in group.fsdp_params),
         named_dtype=dtype_name(policy.param_dtype) if policy.param_dtype and not extended else "",
         named_reduce_dtype=dtype_name(policy.reduce_dtype) if policy.reduce_dtype else "",
         shard_group=group_label(getattr(mesh_info, "shard_process_group", None)),
         replicate_group=group_label(getattr(mesh_info, "replicate_process_group", None)),
     )  # fmt: skip
+
+
+def _auto_policy(state: Any, post: Any) -> bool | None:
+    """Whether ``reshard_after_forward`` was left to FSDP2. Torch 2.7 and older do not keep that: there a root's is always set to
+    False when it is initialised (2.7.1 _fsdp_state.py, _lazy_init), any other False is the user's."""
+    known = getattr(state, "_auto_reshard_after_forward", None)
+    if known is None and post is None and not state._is_root:
+        return False
+    return None if known is None else bool(known)
 
 
 def _numel(size: torch.Size) -> int:

@@ -17,10 +17,14 @@ class PolicyIgnored(Rule):
         "a group stays open between forward and backward against its `reshard_after_forward`, or is freed against it"
     )
     explanation: ClassVar[str] = (
-        "The setting says whether memory or communication is to be saved; here the other one was. torch 2.6 and 2.7 ignored "
-        "`reshard_after_forward=True` on the root; a patched or wrapped hook can do the same to any unit."
+        "The setting says whether memory or communication is to be saved; here the other one was: a "
+        "patched or wrapped hook does that. (torch 2.6 and 2.7 set a root's `reshard_after_forward` to False themselves, whatever "
+        "it was given; what it was given cannot be told there, and nothing is said.)"
     )
-    example: ClassVar[str] = "fully_shard(model, reshard_after_forward=True)   # torch 2.7: the root stays open all the same"
+    example: ClassVar[str] = (
+        "def post_forward(self, module, input, output):   # in place of FSDPParamGroup.post_forward\n"
+        "    self._record_post_forward()                  # and no self.reshard()"
+    )
     mend: ClassVar[str] = (
         "Call `unit.reshard()` after the forward, or set what you want with `unit.set_reshard_after_forward(...)`."
     )
@@ -72,6 +76,4 @@ class PolicyIgnored(Rule):
 
     def _freed(self, fqn: str) -> str:
         hook = f"{fqn or 'model'}.register_forward_hook(lambda module, args, out: module.reshard())"
-        if not self.since(2, 8):
-            return f"torch 2.8 mends it, which honours the setting on the root too: upgrade. Until then {hook} frees it."
         return f"Look for what wraps or patches its hooks; or free it in one of your own: {hook}."

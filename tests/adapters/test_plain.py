@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from support.models import chain, sharded_chain, train
 from support.show import trace
-from support.torches import HSDP
+from support.torches import HSDP, since
 
 # Linear(8, 8) over 4 ranks: weight 8x8, 2 rows a rank; bias 8, 2 elements a rank. Nothing is padded.
 # (64 + 8) elements x 4 bytes = 288; of these a rank receives the 3 parts of the others: 216.
@@ -330,6 +330,7 @@ def test_uneven_shards_are_padded(fake_pg: Any, record: Any) -> None:
     assert [(p.name, p.shape, p.bytes) for p in info.params] == [("0.weight", (5, 3), 96), ("0.bias", (5,), 32)]
 
 
+@since(2, 8, "older ones set a root's reshard_after_forward to False themselves")
 def test_nested_units_share_no_parameters(fake_pg: Any, record: Any) -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

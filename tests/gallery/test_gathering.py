@@ -324,7 +324,7 @@ def test_chunked_loss_with_the_flags(fake_pg: Any, watch: Any) -> None:
     verdict(rec).reads("")
 
 
-@pytest.mark.parametrize("kept_open", [False, True])
+@pytest.mark.parametrize("kept_open", [False, pytest.param(True, marks=since(2, 8, "set_reshard_after_forward is new in it"))])
 def test_chunked_loss_flags_left_on(fake_pg: Any, watch: Any, kept_open: bool) -> None:
     model = language_model(fake_pg(2))
     model.head.set_requires_gradient_sync(False)

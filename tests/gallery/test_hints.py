@@ -65,7 +65,7 @@ def closed_recomputation(usual: Any) -> Any:
 
 
 def open_root(usual: Any) -> Any:
-    """FSDPParamGroup.post_forward of torch 2.7 and older as far as it concerns a root: it stays open whatever it was told."""
+    """FSDPParamGroup.post_forward that leaves a root open whatever it was told."""
 
     def post_forward(self: Any, module: Any, input: Any, output: Any) -> Any:
         if "" in self._module_fqn.split(","):
@@ -87,8 +87,6 @@ def under(version: str) -> ExitStack:
             stack.enter_context(legacy.old_bookkeeping())
         if release < (2, 11):
             stack.enter_context(patched(FSDPState, "_pre_forward", closed_recomputation))
-        if release < (2, 8):
-            stack.enter_context(patched(FSDPParamGroup, "post_forward", open_root))
     return stack
 
 
@@ -505,8 +503,8 @@ def test_a_budget(found: Any) -> None:
     assert found(kept, run, **{**options, "budget_bytes": 768}) == []
 
 
-@pytest.mark.parametrize("version", ["2.7.1", ""])
-def test_a_root_that_stays_open_although_told_not_to(found: Any, version: str) -> None:
+@since(2, 8, "older ones set a root's reshard_after_forward to False themselves")
+def test_a_root_that_stays_open_although_told_not_to(found: Any) -> None:
     def build(mesh: Any) -> Any:
         model = nn.Sequential(linear(), linear())
         return shard(model, [model[0]], mesh, reshard_after_forward=True)
@@ -516,14 +514,11 @@ def test_a_root_that_stays_open_although_told_not_to(found: Any, version: str) -
         model.register_forward_hook(lambda module, args, out: module.reshard())
         return model
 
-    # A release that does so by itself, and a patch of somebody's.
-    with under(version) if version else patched(FSDPParamGroup, "post_forward", open_root):
+    with patched(FSDPParamGroup, "post_forward", open_root):
         hint = only(found(build, lambda model: steps(model, 1)), "policy-ignored").hint
-        assert ("torch 2.8 mends it" in hint) == (compat.require().release < (2, 8))
         assert "model.register_forward_hook(lambda module, args, out: module.reshard())" in hint
         assert found(hooked, lambda model: steps(model, 1)) == []
-    if RELEASE >= (2, 8):
-        assert found(build, lambda model: steps(model, 1)) == []
+    assert found(build, lambda model: steps(model, 1)) == []
 
 
 def test_a_unit_that_is_freed_although_told_not_to(found: Any) -> None:
