@@ -152,8 +152,8 @@ def _group_info(
 
 
 def _auto_policy(state: Any, post: Any) -> bool | None:
-    """Whether ``reshard_after_forward`` was left to FSDP2. Torch 2.7 and older do not keep that: a root's is always set to False
-    there when it is initialised (2.7.1 _fsdp_state.py, _lazy_init), any other False is the user's."""
+    """Whether ``reshard_after_forward`` was left to FSDP2. Torch 2.7 and older do not keep that: a root's is set to False
+    when it is initialised, always (2.7.1 _fsdp_state.py, _lazy_init); any other False is the user's."""
     known = getattr(state, "_auto_reshard_after_forward", None)
     if known is None and post is None and not state._is_root:
         return False
