@@ -27,7 +27,7 @@ from fsdptrace.last_words import unhandled
 from fsdptrace.options import Options, resolve
 from fsdptrace.recorded import Recorded
 from fsdptrace.recording import Recording, is_recorded
-from fsdptrace.session import Session, session_for, total
+from fsdptrace.session import FILE_WAIT, Session, session_for, total
 
 
 class AutoRecording(Recording):
@@ -45,6 +45,7 @@ class AutoRecording(Recording):
         self.session: Session = session_for(options)
         self._session = self.session
         self.session.drain.start()
+        self.session.watch.start()
         atexit.register(self.finish)
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
@@ -89,6 +90,9 @@ class AutoRecording(Recording):
         recorded = Recorded(self.session, root, self.session.next_model(), self.options, self._report)
         recorded.recording = self
         recorded.install()
+        if not self.session.drain.opened.is_set():
+            self.session.drain.wake.set()
+            self.session.drain.opened.wait(FILE_WAIT)
         self._roots[root] = weakref.ref(recorded)
         self._steps.add(recorded.hooks)
         attach([recorded.context])
@@ -164,7 +168,7 @@ class AutoRecording(Recording):
             except Exception as error:
                 if not recorded.stop_run(error):
                     self._fault(error)
-        self.session.ended_by = unhandled()
+        self.session.ended_by, self.session.at_exit = unhandled(), True
         self.session.close()
         tally = os.environ.get("FSDPTRACE_TALLY")
         if not tally:

@@ -48,6 +48,7 @@ class Drain:
         self._movement = Movement(session)
         self._stood = 0
         self._announced = 0
+        self.opened = threading.Event()  # the file is there, or cannot be
         self._told_dropped = 0
         self._totals: dict[int, Totals] = {}
         self.written_events = 0
@@ -140,7 +141,9 @@ class Drain:
                     ring.take()
                     for step in ring.running.values():
                         step.written = len(step.records)
+                self.opened.set()
                 return
+        self.opened.set()
         with ring.lock:
             finished = ring.take()
         self._write_spans()

@@ -104,7 +104,7 @@ CHECKPOINTS: Final[tuple[str, ...]] = ("non_reentrant", "reentrant", "selective"
 ENDS: Final[tuple[str, ...]] = ("returned", "early_stop", "error")
 MISMATCHES: Final[tuple[str, ...]] = ("count", "metadata", "values")
 CHANGE_CAUSES: Final[tuple[str, ...]] = ("optimizer_step", "load", "write")
-ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict")
+ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict", "all_gather", "reduction")
 #: What was seen of a single parameter, and why it matters.
 PARAM_FACTS: Final[tuple[str, ...]] = (
     "", "copy_in_optimizer", "outside_in_optimizer", "outside_with_gradient", "requires_grad_of_copy", "hooks_of_copy",
@@ -323,7 +323,7 @@ SPECS: Final[Mapping[int, KindSpec]] = {
                 _f("type", "text", "qualified class name"),
                 _f("unit", "unit", "the unit it leaves"),
                 _f("about", "enum", "freed: its text is that of a use of parameters that are not gathered; state_dict: it came "
-                   "out of state-dict code", ABOUT, 0),
+                   "out of state-dict code; all_gather, reduction: out of the group's collective", ABOUT, 0),
                 _f("used", "group", "whose parameters were used, where that was not in a forward of its unit"),
                 _f("through", "text", "and through what: `module:method`, names as in the model line", usual=0),
             ),

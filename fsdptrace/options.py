@@ -43,6 +43,7 @@ class Options:
             others), ``"full"`` or ``"summary"``.
         flush: ``"none"``: lines reach the file within a second; ``"collective"``: also before each collective is entered.
         max_bytes: disk per rank, in bytes; the oldest detail goes first.
+        stall_seconds: after so long without progress of any rank, ``rank-stall`` says where each of them stands.
         run_id: name of the run; see docs/design.md for what is taken when it is not given.
         role: prefix of the file names where one process per role has rank 0.
         rule_options: options of rules, by rule name.
@@ -63,6 +64,7 @@ class Options:
     detail: str = "auto"
     flush: str = "none"
     max_bytes: int = 1 << 30
+    stall_seconds: float = 300.0
     run_id: str | None = None
     role: str | None = None
     rule_options: Mapping[str, Mapping[str, Any]] | None = None
@@ -81,6 +83,7 @@ class Options:
             self.run_id,
             self.role,
             self.max_bytes,
+            self.stall_seconds,
             self.detail,
             self.schedule,
             self.flush,
@@ -203,6 +206,7 @@ def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
         "detail": ("DETAIL", str),
         "flush": ("FLUSH", str),
         "max_bytes": ("MAX_BYTES", parse_bytes),
+        "stall_seconds": ("STALL_SECONDS", float),
         "run_id": ("RUN_ID", str),
         "role": ("ROLE", str),
         "device_timing": ("DEVICE_TIMING", str),
@@ -224,6 +228,9 @@ def _check(options: Options) -> None:
             raise ValueError(f"{name}: {value!r} is not a whole number of 0 or more")
     if options.max_bytes < 1 << 16:
         raise ValueError(f"max_bytes: {options.max_bytes} is less than 64 KiB, which holds no step")
+    stall: Any = options.stall_seconds
+    if isinstance(stall, bool) or not isinstance(stall, (int, float)) or not stall > 0:
+        raise ValueError(f"stall_seconds: {options.stall_seconds!r} is not a number of seconds above 0")
     if options.schedule is not None and not callable(options.schedule):
         raise ValueError("schedule: not a function of a step number; use torch.profiler.schedule(wait=..., active=...)")
     if options.exporters:

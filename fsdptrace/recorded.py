@@ -16,11 +16,13 @@ from fsdptrace.adapters.describe import Described, describe
 from fsdptrace.adapters.device import Timing, api_for
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.regions import Regions
+from fsdptrace.adapters.store import issued
 from fsdptrace.checks import mismatch, policy, registry
 from fsdptrace.checks.base import InvariantViolation, Violation
 from fsdptrace.checks.engine import Engine
 from fsdptrace.options import Options
 from fsdptrace.session import KEPT_VIOLATIONS, Session
+from fsdptrace.standing import newest
 
 if TYPE_CHECKING:
     from fsdptrace.recording import Recording
@@ -51,6 +53,8 @@ class Recorded:
         if self.timing is not None:
             session.timings[number] = self.timing
             session.device_takers[number] = weakref.WeakMethod(self.take_device_times)
+        session.recorded[number] = weakref.ref(self)
+        self._elsewhere: InvariantViolation | None = None
         session.add_model(described.map)
 
         self._seen = False
@@ -85,6 +89,8 @@ class Recorded:
         """Puts the hooks on; the first time every group's state is recorded, later only what changed meanwhile."""
         groups = self.engine.tracker.groups
         first, self._seen = not self._seen, True
+        self.session.ring.pump()  # what was recorded before comes before in the order too
+        self.session.order.start(self.hooks.map, issued(hooks.group for hooks in self.hooks.groups))
         self.hooks.install(lambda group: None if first else (groups[group].open, groups[group].pending, groups[group].training))
         if self.timing is not None:
             self.timing.begin_step(self.engine.tracker.step_number)
@@ -135,6 +141,7 @@ class Recorded:
 
     def annotate(self, error: BaseException, seq: int = 0) -> None:
         """See :class:`fsdptrace.adapters.context.Owner`."""
+        self.session.left_by = type(error).__name__, newest(self.session) - self.session.found_apart
         if self.stop_run(error):
             return
         if self._explained is not None and error.__cause__ is not None and self._explained[0]() is error.__cause__:
@@ -184,6 +191,7 @@ class Recorded:
             self.take_device_times()
         tracker = self.engine.tracker
         shared[BUSY] = 0
+        elsewhere, self._elsewhere = self._elsewhere, None
         past = sum(group.bytes for group in tracker.past_backward())
         now = clock()
         ring = self.session.ring
@@ -199,6 +207,8 @@ class Recorded:
             self.timing.begin_step(tracker.step_number)
         if ring.full():
             ring.pump_if_free()
+        if elsewhere is not None:
+            raise elsewhere
 
     def break_off(self) -> None:
         """Closes the step that a fault of ours cut short, past the checks, so that the next recording begins a new one."""
@@ -236,3 +246,31 @@ class Recorded:
         except BaseException as error:
             self._from_callable = error  # a function of the user's may raise whatever it likes
             raise
+
+    def found_elsewhere(self, violation: Violation, say: bool) -> None:
+        """A rule that compares ranks was broken; called on the thread that compares. Under ``raise`` the run stops at the end
+        of the running step, if it gets there: nothing can be raised in a thread that is stuck in a collective."""
+        session, recording = self.session, self.recording
+        now = clock()
+        group = ev.NONE if violation.group is None else violation.group
+        data = (session.keep(violation), 0, 0, 0, 0)
+        session.found_apart += 1
+        session.ring.append((ev.VIOLATION, next(session.ids), now, now, group, violation.seq, self.context.base, *data))
+        session.drain.wake.set()
+        if recording is None:
+            return
+        recording.violation_count += 1
+        if len(recording.violations) < KEPT_VIOLATIONS:
+            recording.violations.append(violation)
+        options = recording.options
+        action = policy.action_for(options.on_violation, violation.rule)
+        if action == "raise":
+            late = options.raise_until_step is not None and violation.step >= options.raise_until_step
+            if violation.severity == "error" and not late:
+                self._elsewhere = InvariantViolation(violation)
+            if say:
+                session.log.add(violation, session.identity.rank)
+        elif callable(action):
+            action(violation)
+        elif action == "warn" and say:
+            session.log.add(violation, session.identity.rank)

@@ -23,7 +23,7 @@ from fsdptrace.checks import policy
 from fsdptrace.checks.base import InvariantViolation, Violation
 from fsdptrace.options import Options, resolve
 from fsdptrace.recorded import Recorded
-from fsdptrace.session import Session, session_for
+from fsdptrace.session import FILE_WAIT, Session, session_for
 from fsdptrace.steps import Step
 from fsdptrace.summary import Summary
 
@@ -122,6 +122,8 @@ class Recording:
         attach([recorded.context for recorded in self._recorded])
         _active.add(self)
         session.drain.start()
+        session.watch.start()
+        session.drain.opened.wait(FILE_WAIT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -30,12 +30,15 @@ from fsdptrace.files import LineFormatter
 from fsdptrace.live import Panel
 from fsdptrace.model_map import ModelMap
 from fsdptrace.options import Options, safe_name
+from fsdptrace.rank_order import Order
 from fsdptrace.ring import Ring
+from fsdptrace.watch import Watch
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.device import Timing
 
 RUN_ID_WAIT = 5.0  # seconds that other ranks wait for rank 0's run id
+FILE_WAIT = 0.2  # seconds at most that the first recording waits for its file: a process may abort in its first collective
 KEPT_VIOLATIONS = 1000
 
 
@@ -79,6 +82,7 @@ class Session:
         self.models: dict[int, ModelMap] = {}
         self.new_models: deque[ModelMap] = deque()
         self.trackers: weakref.WeakValueDictionary[int, Tracker] = weakref.WeakValueDictionary()
+        self.recorded: dict[int, weakref.ref[Any]] = {}
         self.installed: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.violations: deque[Violation] = deque(maxlen=KEPT_VIOLATIONS)
         self.violation_count = 0
@@ -100,8 +104,14 @@ class Session:
         self._panel_asked = False
         self.closed = False
         self.ended_by = ""
+        self.left_by = ("", 0)  # the last exception that left a model, and the newest event then
+        self.found_apart = 0  # events that are not of the training's own doing
+        self.at_exit = False
         self._keeping = threading.Lock()
         self.drain = Drain(self)
+        self.order = Order()
+        self.ring.taker = self.order.take
+        self.watch = Watch(self)
         last_words.add(self.drain.last_words)
         atexit.register(self._at_exit)
         _register_finalizer(self)
@@ -270,7 +280,7 @@ class Session:
             while time.monotonic() < deadline:
                 if store.check([key]):
                     return str(store.get(key).decode())
-                time.sleep(0.05)
+                time.sleep(0.01)
         except Exception:  # a store that is gone or only pretends (FakeStore): the run is local then
             return ""
         return ""
@@ -290,9 +300,17 @@ class Session:
             self.violation_count += 1
             return self.texts.put_once(json.dumps(body))
 
+    def found(self, violation: Violation, say: bool) -> None:
+        """A rule that compares ranks was broken, off the training thread: recorded for the model that it names. ``say``: this
+        rank speaks for all of them in the log."""
+        recorded = self.recorded.get(violation.model)
+        target = recorded() if recorded is not None else None
+        if target is not None:
+            target.found_elsewhere(violation, say)
+
     # -- end -----------------------------------------------------------------------------------------------------------
     def _at_exit(self) -> None:
-        self.ended_by = last_words.unhandled()
+        self.ended_by, self.at_exit = last_words.unhandled(), True
         self.close()
 
     def close(self) -> None:
@@ -301,6 +319,7 @@ class Session:
             return
         self.closed = True
         last_words.remove(self.drain.last_words)
+        self.watch.close()
         self.drain.close()
         if self._panel is not None:
             self._panel.close()

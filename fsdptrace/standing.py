@@ -58,7 +58,7 @@ class Movement:
 
     def look(self) -> int:
         """Since when nothing was begun, in ns of ``time.perf_counter_ns``."""
-        last = newest(self._session)
+        last = newest(self._session) - self._session.found_apart
         if last != self.last:
             self.last, self.moved = last, time.perf_counter_ns()
         return self.moved

@@ -43,6 +43,7 @@ REPAIR = 14  # 1 between the first and the last pre-forward hook of a unit in a 
 WHICH = 15  # which parameters take part in the reduction of the post-backward that is running, 0 for all (ev.pack_which)
 SIZE = 16
 GROUP_UNIT = 32
+OUT_OF_GATHER, OUT_OF_REDUCTION = ev.ABOUT.index("all_gather"), ev.ABOUT.index("reduction")
 
 # The group + 1 that prefetches a group of another root and its context, 0 and None without. Of the process, not of a model:
 # roots that share a communication context (share_comm_ctx, torch 2.10) prefetch each other's groups.
@@ -326,6 +327,9 @@ class Context:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         about, used = self.look_at(error)
+        inside = self.shared[ENTERED]
+        if inside and not about:
+            about = OUT_OF_REDUCTION if inside % GROUP_UNIT == ev.POST_BACKWARD else OUT_OF_GATHER
         seq = next(self.ids)
         try:
             self.emit(

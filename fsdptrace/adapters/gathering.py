@@ -65,11 +65,13 @@ class Gathering(GroupBase):
                 shared[ENTERED] = entered
                 if flush is not None:
                     flush(model)
+                elif not known:  # its first gather: where ranks do not agree on the model, the process aborts in it
+                    owner.announce(model)
             try:
                 result = orig(group, async_op)
             except BaseException as error:
-                shared[ENTERED] = 0
                 self._failed(error)
+                shared[ENTERED] = 0
                 raise
             t1 = clock()
             shared[ENTERED] = 0
@@ -135,8 +137,8 @@ class Gathering(GroupBase):
             try:
                 result = orig(group)
             except BaseException as error:
-                shared[ENTERED] = 0
                 self._failed(error)
+                shared[ENTERED] = 0
                 raise
             t1 = clock()
             shared[ENTERED] = 0

@@ -195,8 +195,8 @@ class Passes(GroupBase):
                 result = orig(group, *unused)
             except BaseException as error:
                 shared[PARENT] = outer
-                shared[ENTERED] = shared[WHICH] = 0
                 self._failed(error)
+                shared[ENTERED] = shared[WHICH] = 0
                 raise
             t1 = clock()
             shared[PARENT] = outer

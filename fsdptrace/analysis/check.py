@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdptrace.adapters.compat import release_of
 from fsdptrace.analysis import notes, workers
+from fsdptrace.analysis.common_order import Issued, compare
 from fsdptrace.analysis.findings import Collector, Finding
 from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
 from fsdptrace.analysis.records import PARSE_ERRORS, parse
@@ -149,6 +150,8 @@ def check(
             collector.merge(theirs)
     processes = [judge.trace for judge in judges]
     names = {name for judge in judges for name in judge.names}
+    if "rank-order" in names:
+        _parted(judges, collectors.file)
     findings = [finding for collector in collectors for finding in collector.findings()]
     return CheckResult(
         chosen.label, chosen.sources[0].path.parent, tuple(name for name in registry.RULES if name in names),
@@ -173,6 +176,23 @@ class Collectors:
 
 
 _KNOWN = ("error", "warning", "info")
+ACROSS = frozenset(("rank-order", "rank-stall"))
+"""Rules that compare ranks: no step of one rank is judged by them."""
+
+
+def _parted(judges: Sequence[_Judge], into: Collector) -> None:
+    """Ranks that issued different collectives, where nobody said so while recording."""
+    processes = [judge.trace for judge in judges]
+    said = {cause for judge in judges for cause in judge.parted}
+    for difference in compare(processes, {index: judge.issued for index, judge in enumerate(judges)}):
+        if difference.place[0] in said:
+            continue
+        violation = difference.violation()
+        rank = next(side.ranks[0] for side in difference.sides if side.item.fqn == violation.fqn)
+        trace = next(process for process in processes if process.rank == rank)
+        data = {**violation.to_json(), "seq": violation.seq, "evidence": list(violation.evidence)}
+        roots = {number: model.root for number, model in trace.models.items()}
+        into.add([data], rank, roots, str(trace.source.path))
 
 
 def _rules_for(source: Source, select: Sequence[str] | None, ignore: Sequence[str]) -> tuple[type[Rule], ...]:
@@ -234,6 +254,7 @@ class _Judge:
         self._source = source
         self._rules = rules
         self.names = {rule.name for rule in rules}
+        self.issued = Issued()
         self.online_names = set(notes.rules_of(source.header.options))
         self.judged = self.incomplete = self.new = self.gone = self.broken = 0
         self.problems: list[Problem] = []
@@ -244,6 +265,7 @@ class _Judge:
         self._found: list[dict[str, Any]] = []
         self._judged: set[tuple[int, int]] = set()
         self._step = 0
+        self.parted: set[str] = set()
 
     def run(self, advance: workers.Advance) -> None:
         """Reads the files; what was found is in ``found`` then, and little else is kept."""
@@ -251,12 +273,15 @@ class _Judge:
         self.problems += trace.problems
         roots = {number: model.root for number, model in trace.models.items()}
         path = str(self._source.path)
+        self.issued.inside(trace)
         # Rules that this version does not have (an older or newer one's, somebody's own) cannot be run again.
         wanted = [data for data in trace.violations if data["rule"] in self.names or data["rule"] not in registry.RULES]
         repeated: list[dict[str, Any]] = []
         judged: list[dict[str, Any]] = []
         for data in wanted:
-            again = (data["model"], data["step"]) in self._judged and data["rule"] in self.names
+            again = (data["model"], data["step"]) in self._judged and data["rule"] in self.names - ACROSS
+            if data["rule"] == "rank-order":
+                self.parted.add(data["cause"])
             (judged if again else repeated).append(data)
         self.found.online.add(repeated, trace.rank, roots, path)
         now, then = {_key(data) for data in self._found}, {_key(data) for data in judged}
@@ -269,6 +294,7 @@ class _Judge:
     def __call__(self, part: StepPart) -> None:
         """One step, from the reader."""
         number = part.map.model
+        self.issued(part)
         engine = self._engine(part)
         if engine is None or not _judgeable(part, self._source):
             self._engines[number] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from fsdptrace.checks import registry
 from fsdptrace.checks.text import count
 from fsdptrace.model_map import show_name
 
+GONE = 2.0  # seconds: the same where its process is not there
 STILL_RUNNING = 10.0  # seconds: a file without an end line that grew so recently is probably still written
 
 
@@ -102,11 +105,12 @@ def spans(numbers: Sequence[int], limit: int = 6) -> str:
 
 def about(processes: Sequence[ProcessTrace]) -> list[str]:
     """All that is incomplete or out of the ordinary, most important first."""
+    return [*_not_ended(processes), *missing_ranks(processes), *_apart(processes), *_exceptions(processes), *files(processes)]
+
+
+def files(processes: Sequence[ProcessTrace]) -> list[str]:
+    """What is incomplete or odd about the files themselves."""
     return [
-        *_not_ended(processes),
-        *missing_ranks(processes),
-        *_apart(processes),
-        *_exceptions(processes),
         *_versions(processes),
         *_lost(processes),
         *_detail(processes),
@@ -122,7 +126,7 @@ def _not_ended(processes: Sequence[ProcessTrace]) -> list[str]:
         where = [f"last sign of life at event {process.last_seq}, in step {max(process.running_step.values(), default=0)}"]
         if process.running_step and all(step < process.last_step(m) for m, step in process.running_step.items()):
             where = [f"last sign of life at event {process.last_seq}"]
-        how = "still running, or it ended in the last seconds" if _fresh(process) else "killed, crashed, or cut off"
+        how = "still running, or it ended in the last seconds" if fresh(process) else "killed, crashed, or cut off"
         text = f"rank {process.rank} ({process.header.host}-{process.header.pid}): no end line: {how}; {where[0]}"
         inside = entered_text(process)
         lines.append(f"{text}; {inside}" if inside else text)
@@ -131,12 +135,27 @@ def _not_ended(processes: Sequence[ProcessTrace]) -> list[str]:
     return lines
 
 
-def _fresh(process: ProcessTrace) -> bool:
+def fresh(process: ProcessTrace) -> bool:
+    """Whether its files grew in the last seconds, so that it probably still runs: a heartbeat comes every second, and a slow
+    file system may hold it back. Sooner where it ran on this host and is not among its processes (a container next door has
+    the same host name and other processes)."""
     try:
         newest = max(path.stat().st_mtime for path in (*process.source.parts, process.source.tail) if path is not None)
     except OSError:
         return False
-    return time.time() - newest < STILL_RUNNING
+    return time.time() - newest < (GONE if _gone(process) else STILL_RUNNING)
+
+
+def _gone(process: ProcessTrace) -> bool:
+    if process.header.host != socket.gethostname().split(".")[0] or process.header.pid <= 0:
+        return False
+    try:
+        os.kill(process.header.pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def entered_text(process: ProcessTrace) -> str:

@@ -65,7 +65,10 @@ class ProcessTrace:
         last_seq, last_t: the last sign of life.
         device: what the device did in timed steps, by model.
         entered: the collective that was entered and not left, as far as the file says.
-        exceptions: ``(step, type, fqn)`` of the last few exceptions.
+        exceptions: ``(step, type, fqn)`` of the last few exceptions; ``failed`` the fields of the last one's line.
+        last_event: when the newest event ended; ``last_entered`` the newest line of a collective that was entered, left or not.
+        stands: what the newest heartbeat or signal says of where the process stands; ``signal`` the line of the signal that
+            ended it.
         coverage: what it found out that it cannot show, beside what the header says.
     """
 
@@ -86,6 +89,11 @@ class ProcessTrace:
     entered: dict[str, Any] | None = None
     exceptions: list[tuple[int, str, str]] = field(default_factory=list)
     coverage: list[str] = field(default_factory=list)
+    failed: dict[str, Any] | None = None
+    last_event: int = 0
+    last_entered: dict[str, Any] | None = None
+    stands: dict[str, Any] = field(default_factory=dict)
+    signal: dict[str, Any] | None = None
     damaged: int = 0
     problems: list[Problem] = field(default_factory=list)
 
@@ -259,7 +267,7 @@ class LineReader:
             return self._event(data)
         elif kind == "model":
             self._model(ModelMap.from_json(data))
-        elif kind in ("heartbeat", "entered"):
+        elif kind in ("heartbeat", "entered", "signal"):
             self._sign_of_life(kind, data)
         elif kind == "device_times":
             number = int(data["model"])
@@ -305,6 +313,7 @@ class LineReader:
         if trace.entered is not None:
             self._maybe_left(data)
         if record[0] == ev.EXCEPTION:
+            trace.failed = data
             unit = data.get("unit")
             fqn = model.units[unit].fqn if isinstance(unit, int) and 0 <= unit < len(model.units) else ""
             trace.exceptions = [*trace.exceptions[-9:], (running.step, str(data.get("type", "")), fqn)]
@@ -389,7 +398,8 @@ class LineReader:
                 records = order.by_end(records)
                 self._out_of_order = self._out_of_order or f"step {running.step} was put in order by the ends of its calls"
             self.trace.last_seq = max(self.trace.last_seq, max(records[ev.SEQ :: ev.WIDTH]))
-            self.trace.last_t = max(self.trace.last_t, max(ends))
+            self.trace.last_event = max(self.trace.last_event, max(ends))
+            self.trace.last_t = max(self.trace.last_t, self.trace.last_event)
             self._memory(model, records)
         full = line is not None and line.full
         part = StepPart(
@@ -415,8 +425,14 @@ class LineReader:
         t = int(data["t"])
         trace.last_t = max(trace.last_t, t)
         if kind == "entered":
-            trace.entered = {"kind": str(data["what"]), "model": data["model"], "group": data["group"], "t": t}
+            which = {"which": str(data["which"])} if "which" in data else {}
+            trace.entered = {"kind": str(data["what"]), "model": data["model"], "group": data["group"], **which, "t": t}
+            trace.last_entered = trace.entered
             return
+        if kind == "signal":
+            trace.signal = data
+        if "held" in data:
+            trace.stands = {name: data[name] for name in ("at", "held", "stack", "moved", "last") if name in data}
         trace.last_seq = max(trace.last_seq, int(data.get("last", 0)))
         trace.dropped = max(trace.dropped, int(data.get("dropped", 0)))
         collective = data.get("collective")

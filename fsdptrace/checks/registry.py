@@ -19,6 +19,7 @@ from fsdptrace.checks.order_changed import OrderChanged
 from fsdptrace.checks.outside_forward import OutsideForward
 from fsdptrace.checks.pending_gather import PendingGather
 from fsdptrace.checks.policy_ignored import PolicyIgnored
+from fsdptrace.checks.rank_order import RankOrder, RankStall
 from fsdptrace.checks.recompute_units import RecomputeUnits
 from fsdptrace.checks.repeated_gather import RepeatedGather
 from fsdptrace.checks.saved_tensors import SavedTensorCount, SavedTensorMetadata
@@ -38,6 +39,7 @@ _ALL: tuple[type[Rule], ...] = (
     MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, UncoveredParameter,
     MixedDtypeUnit, SplitTie, InferenceBuffer, CommDtype, OrderChanged, ExposedCommunication,
     SavedTensorCount, SavedTensorMetadata, RecomputeUnits,
+    RankOrder, RankStall,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
 """All rules by name, in the order in which they see an event."""

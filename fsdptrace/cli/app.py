@@ -297,6 +297,23 @@ def inspect(
 
 
 @app.command()
+def postmortem(folder: Folder = None, json: Json = False, run: RunId = None) -> None:
+    """Of a run that hangs or died: where each rank stood, who left the common order first, what was gathered."""
+    with _clear():
+        from fsdptrace.analysis.postmortem import postmortem as read
+        from fsdptrace.cli import postmortem as view
+        from fsdptrace.cli.output import Screen, print_json
+        from fsdptrace.cli.progress import bar
+
+        with bar() as progress:
+            dead = read(folder or default_folder(), run, None, progress)
+        if json:
+            print_json(dead.to_json())
+        else:
+            view.show(Screen(), dead)
+
+
+@app.command()
 def rules(
     rule: Annotated[Optional[str], typer.Argument(metavar="NAME", help="one rule, in full")] = None,  # noqa: UP045
     json: Json = False,
