@@ -176,7 +176,7 @@ class Drain:
         if not step.records:
             return
         if self.wanted(step):
-            self._write(step, pause, keep_last=True)
+            self._write(step, pause)
         self._count(step, pause)
         comm = self._totals[step.model].take()
         writer = self._session.writer
@@ -196,9 +196,9 @@ class Drain:
             session.writer.write(_line(session.new_models.popleft().to_json()))
             session.formatter.forget()
 
-    def _write(self, step: StepRecords, pause: float, only: int | None = None, keep_last: bool = False) -> None:
-        """Writes what of ``step`` has not been written (of its newest ``only`` events, if given); its last record not when
-        that is the step's own line."""
+    def _write(self, step: StepRecords, pause: float, only: int | None = None) -> None:
+        """Writes what of ``step`` has not been written (of its newest ``only`` events, if given), but for the record that ends
+        it."""
         session = self._session
         while True:
             with self.lock:
@@ -207,7 +207,9 @@ class Drain:
                     start = step.written
                     if only is not None:
                         start = max(start, len(records) - only * ev.WIDTH)
-                    stop = min(len(records) - (ev.WIDTH if keep_last else 0), start + BATCH)
+                    # Whoever moves records may have ended the step since: its own record is left for _finish.
+                    ends = bool(records) and records[-ev.WIDTH] == ev.STEP
+                    stop = min(len(records) - (ev.WIDTH if ends else 0), start + BATCH)
                     if stop <= start:
                         return
                     text = session.formatter.lines(records, start, stop, step.step)

@@ -243,3 +243,34 @@ def test_training_waits_for_no_disk(fake_pg: Any, record: Any, monkeypatch: Any)
     assert trace.end is not None
     assert sorted(trace.models) == [0, 1]
     assert sum(event.kind == "unshard" and "noop" not in event.data for event in trace.events) == 4 * 4
+
+
+def test_a_step_that_ends_while_it_is_written(fake_pg: Any, record: Any) -> None:
+    """Another thread may move the record that ends a step to where the drain is writing it: it is one line all the same."""
+    model = sharded_chain(fake_pg(4), 2)
+    with record(model, detail="full") as rec:
+        session = rec._session
+        train(model)
+        rec.flush()
+        running = session.ring.running[0]
+        rec.step()
+        session.ring.pump()
+        with session.drain._turn:
+            session.drain._write(running, 0.0)
+        train(model)
+    rec.close()
+    lines = [line for line in lines_of(Path(rec.path)) if line.get("kind") == "step"]
+    assert [(line["step"], line["counts"]["unshard"]) for line in lines] == [(0, 5), (1, 5)]
+
+
+def test_killed_at_random_moments() -> None:
+    """A few of the hundred of benchmarks/kill.py."""
+    script = Path(__file__).parents[1] / "benchmarks" / "kill.py"
+    done = subprocess.run(
+        [sys.executable, script, "--times", "2"], capture_output=True, text=True, timeout=200, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    none, collective = done.stdout.splitlines()
+    for line, flush in ((none, "none"), (collective, "collective")):
+        assert line.startswith(f"flush={flush}: 2 kills; read: 2; steps in the files ")
+        assert line.endswith("newest event before the last collective missing: 0")

@@ -54,12 +54,14 @@ class Issued:
         self.maps[part.map.model] = part.map
         if not (part.full or part.intact):
             return
+        # A step that an exception left was closed where it was, not where the program ends it.
+        whole = part.full and ev.EXCEPTION not in part.records[ev.KIND :: ev.WIDTH]
         found: dict[Place, _Step] = {}
         for seq, code, name in _collectives(part.map, part.records):
             place = (name, part.map.model, part.map.root)
             step = found.get(place)
             if step is None:
-                step = found[place] = _Step(part.step, part.full, [], [])
+                step = found[place] = _Step(part.step, whole, [], [])
             step.codes.append(code)
             step.seqs.append(seq)
         for place, step in found.items():
@@ -186,7 +188,9 @@ def _first(
         if len(candidates) < 2:
             continue
         known = {index: _fetch(place, step, index, processes, issued) for index in candidates}
-        sides = _apart(candidates, known, set(whole))
+        # The last step of a rank may be the one in which its recording ended.
+        over = {index for index in whole if max(issued[index].sums[place]) > step}
+        sides = _apart(candidates, known, over)
         if sides is not None:
             a, b, at = sides
             return Difference(place, step, (
@@ -210,8 +214,8 @@ def _fetch(
     return again.items(place, step)
 
 
-def _apart(candidates: Sequence[int], known: _Known, whole: set[int]) -> tuple[int, int, int] | None:
-    """The earliest place where two of ``candidates`` differ, with them. A sequence that is not whole may end anywhere."""
+def _apart(candidates: Sequence[int], known: _Known, over: set[int]) -> tuple[int, int, int] | None:
+    """The earliest place where two of ``candidates`` differ, with them. Only a sequence of ``over`` has a known end."""
     best: tuple[int, int, int] | None = None
     first = known[candidates[0]]
     for other in candidates[1:]:
@@ -222,7 +226,7 @@ def _apart(candidates: Sequence[int], known: _Known, whole: set[int]) -> tuple[i
         at = next((i for i, (mine, its) in enumerate(zip(a, b, strict=False)) if mine != its), None)
         if at is None and len(a) != len(b):
             shorter = candidates[0] if len(a) < len(b) else other
-            at = min(len(a), len(b)) if shorter in whole else None
+            at = min(len(a), len(b)) if shorter in over else None
         if at is not None and (best is None or at < best[2]):
             best = (candidates[0], other, at)
     return best
