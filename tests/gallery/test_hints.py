@@ -602,7 +602,7 @@ def test_outputs_that_autograd_cannot_see(found: Any) -> None:
             model(data()).h.sum().backward()
 
     hint = only(found(build("object"), fails), "lost-pre-backward").hint
-    assert ("dataclass" in hint) == (RELEASE >= (2, 10))
+    assert ("dataclass" in hint) == (RELEASE >= (2, 13))
     for way in give:
         if way == "object" or way not in hint:
             continue
