@@ -451,7 +451,7 @@ def test_tensors_hidden_in_objects(found: Any) -> None:
         return make
 
     hint = only(found(build("object"), lambda model: steps(model, 1)), "late-reshard").hint
-    assert ("or dataclass" in hint) == (RELEASE >= (2, 10))
+    assert ("or dataclass" in hint) == (RELEASE >= (2, 13))
     for way in ways:
         if way != "object" and way in hint:
             assert found(build(way), lambda model: steps(model, 1)) == [], way
