@@ -21,7 +21,12 @@ COUNTED = tuple(
     if item.name not in ("group", "fqn", "bytes") and not item.name.endswith("_ns")
 )  # fmt: skip
 WHOLE_MODEL = "\0"  # stands for the events that belong to no group: outermost forwards, backwards, optimizer steps
-_LEFT_OUT = {"region"}  # a running number
+_LEFT_OUT = {"region", "recompute"}  # numbers of events
+_NUMBERS = {
+    kind: {i for i, field in enumerate(f for f in spec.fields if f.codec != "derived") if field.name in _LEFT_OUT}
+    for kind, spec in ev.SPECS.items()
+    if any(field.name in _LEFT_OUT for field in spec.fields)
+}
 _OF_THE_MACHINE = (ev.STEP, ev.DEVICE, ev.MEMORY)  # what the device took, and sums; no two runs agree on them
 
 Counts = tuple[int, ...]
@@ -46,6 +51,8 @@ class Describer:
 
     def __call__(self, kind: int, context: int, data: tuple[int, ...]) -> tuple[str, bytes]:
         """The text and its digest."""
+        if kind in _NUMBERS:
+            data = tuple(0 if i in _NUMBERS[kind] else value for i, value in enumerate(data))
         key = (kind, context % 4, *data)
         known = self._known.get(key)
         if known is None:
@@ -79,9 +86,11 @@ class Describer:
             return f"{spec.name} {show_name(self.map.groups[value].fqn)}" if value >= 0 else ""
         if spec.codec == "unit":
             return f"{spec.name} {show_name(self.map.units[value].fqn)}" if value >= 0 else ""
+        if spec.codec in ("count", "ns"):
+            return f"{spec.name} {value}" if value >= 0 else ""
         if spec.codec == "bytes":
             return f"{size(value)} ({value})" if value >= 10240 else f"{value} B" if value >= 0 else ""
-        if spec.codec == "text":
+        if spec.codec in ("text", "json"):
             return self.texts.get(value)
         names = {"enum": spec.names, "dtype": ev.DTYPES}.get(spec.codec)
         return f"{spec.name} {names[value] if names else value}"

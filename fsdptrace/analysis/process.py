@@ -191,7 +191,7 @@ class LineReader:
         at: tuple[int, bytes] | None = None  # the model and step of the batch
         for row in rows:
             number += 1
-            seq, head, t0, t1, step, parent, rest, _ = row
+            seq, head, t0, t1, step, parent, region, rest, _ = row
             form = known.get((head, rest))
             if form is None or trace.entered is not None:
                 if batch and at is not None:
@@ -205,6 +205,7 @@ class LineReader:
                     self._take_batch(at, batch)
                     batch = []
                 at = (model, step)
+            a = int(region) if region else a
             batch += (kind, int(seq), int(t0), int(t1), group, int(parent or 0), context, a, b, c, d, e)
         if batch and at is not None:
             self._take_batch(at, batch)
@@ -242,11 +243,12 @@ class LineReader:
     def line(self, raw: bytes) -> None:
         """One whole line; raises one of :data:`BAD_LINE` when it cannot be read."""
         row = scan.cut(raw)
-        form = self._forms.known.get((row[1], row[6])) if row[0] else None
+        seq, head, t0, t1, step, parent, region, rest, _ = row
+        form = self._forms.known.get((head, rest)) if seq else None
         if form is not None and self.trace.entered is None:
-            _, _, t0, t1, step, parent, _, _ = row
-            model, kind, group, context, *data = form
-            record = [kind, int(row[0]), int(t0), int(t1), group, int(parent or 0), context, *data]
+            model, kind, group, context, a, *data = form
+            a = int(region) if region else a
+            record = [kind, int(seq), int(t0), int(t1), group, int(parent or 0), context, a, *data]
             self._take_batch((model, step), record)
             return
         parsed = parse(raw)

@@ -15,16 +15,18 @@ from fsdptrace import events as ev
 
 BLOCK = 1 << 20
 
-#: Groups: seq, head, t0, t1, step, parent, rest; or, alone in the last one, a line of another form.
+#: Groups: seq, head, t0, t1, step, parent, region, rest; or, alone in the last one, a line of another form.
 _LINE = re.compile(
     rb'\{"seq":(\d{1,18}),("kind":"[a-z_]{1,20}"(?:,"(?:pass":"[a-z]{1,20}"|(?:model|group|thread)":\d{1,9}))*)'
-    rb',"t0":(\d{1,18}),"t1":(\d{1,18}),"step":(\d{1,18})(?:,"parent":(\d{1,18}))?([^\n]*)\}\n|([^\n]*\n|[^\n]+)'
+    rb',"t0":(\d{1,18}),"t1":(\d{1,18}),"step":(\d{1,18})(?:,"parent":(\d{1,18}))?(?:,"region":(\d{1,18}))?'
+    rb"([^\n]*)\}\n|([^\n]*\n|[^\n]+)"
 )
 # A step and an exception say more than their record does; of the others no two lines are alike.
-_NOT_KEPT = frozenset((ev.STEP, ev.EXCEPTION, ev.DEVICE, ev.MEMORY))
+_NOT_KEPT = frozenset((ev.STEP, ev.EXCEPTION, ev.DEVICE, ev.MEMORY, ev.MISMATCH))
+_REGIONS = (ev.REGION, ev.RECOMPUTE)  # the region's number is the first of their own fields
 _MOST = 200_000  # forms that are remembered
 
-Row = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
+Row = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 Form = tuple[int, int, int, int, int, int, int, int, int]
 """What recurs of a line: model, kind, group, context, a to e."""
 
@@ -55,11 +57,12 @@ def cut(line: bytes) -> Row:
 
 def whole(row: Row) -> bytes:
     """The line that ``row`` was cut from."""
-    seq, head, t0, t1, step, parent, rest, other = row
+    seq, head, t0, t1, step, parent, region, rest, other = row
     if other:
         return other
     parent = b',"parent":' + parent if parent else b""
-    return b'{"seq":%b,%b,"t0":%b,"t1":%b,"step":%b%b%b}\n' % (seq, head, t0, t1, step, parent, rest)
+    region = b',"region":' + region if region else b""
+    return b'{"seq":%b,%b,"t0":%b,"t1":%b,"step":%b%b%b%b}\n' % (seq, head, t0, t1, step, parent, region, rest)
 
 
 class Forms:
@@ -74,7 +77,9 @@ class Forms:
         cut = (int(row[0]), int(row[2]), int(row[3]), int(row[5] or 0), int(row[4]))
         if kind in _NOT_KEPT or cut != (seq, t0, t1, parent, step):
             return
+        if (kind in _REGIONS) != bool(row[6]) or (row[6] and int(row[6]) != data[0]):
+            return
         if len(self.known) >= _MOST:
             self.known.clear()
         a, b, c, d, e = data
-        self.known[row[1], row[6]] = (context % ev.THREAD_UNIT // ev.MODEL_UNIT, kind, group, context, a, b, c, d, e)
+        self.known[row[1], row[7]] = (context % ev.THREAD_UNIT // ev.MODEL_UNIT, kind, group, context, a, b, c, d, e)

@@ -13,7 +13,15 @@ RAW: dict[str, str] = {
 }  # fmt: skip
 #: Columns of a violation line.
 _FOUND = {"rule": "VARCHAR", "severity": "VARCHAR", "fqn": "VARCHAR", "message": "VARCHAR", "hint": "VARCHAR"}
-_TYPES = {"int": "BIGINT", "bytes": "BIGINT", "ns": "BIGINT", "group": "INTEGER", "unit": "INTEGER", "bool": "BOOLEAN"}
+_TYPES = {
+    "int": "BIGINT",
+    "bytes": "BIGINT",
+    "ns": "BIGINT",
+    "count": "BIGINT",
+    "group": "INTEGER",
+    "unit": "INTEGER",
+    "bool": "BOOLEAN",
+}
 _PACKED = {"how": ("noop", "direction", "mode"), "op": ("op", "which")}  # several values in one integer of a record
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
@@ -148,7 +149,7 @@ def test_ranks_that_only_one_has(tmp_path: Path) -> None:
 
 def _train(record: Callable[..., fsdptrace.Recording], mesh: Any, keeps: bool, out: Path) -> str:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), checkpoint_wrapper(nn.Linear(8, 8)))
     for i, layer in enumerate(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=not (keeps and i == 1))
     fully_shard(model, mesh=mesh)

@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 import fsdptrace
+from fsdptrace import events as ev
 from fsdptrace.analysis import StepPart, find_runs, load, read_process, scan, workers
 from support.made import Made, run
 
-NEVER = re.compile(rb"(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})|([^\n]*\n|[^\n]+)")
+NEVER = re.compile(rb"(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})|([^\n]*\n|[^\n]+)")
 
 
 def _everything(path: str | Path) -> tuple[list[Any], Any]:
@@ -50,8 +52,9 @@ def test_the_short_way_reads_what_the_long_way_reads(
 ) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)])
     mesh = fake_pg(4)
-    for block in model:
-        fully_shard(block, mesh=mesh)
+    for i, block in enumerate(model):
+        model[i] = checkpoint_wrapper(block)  # regions, whose numbers no two lines share
+        fully_shard(model[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with record(model, detail="full", checks=None, flush="collective") as recording:  # with `entered` lines between
@@ -90,6 +93,18 @@ def test_a_line_that_says_more_than_its_form_is_read_the_long_way() -> None:
     forms.learn(row, (2, 5, 1, 2, 0, 0, 0, 7, 0, 0, 0, 0), 0)  # JSON takes the last of two
     assert forms.known == {}
     assert scan.whole(row) == b'{"seq":1,"kind":"wait","group":0,"t0":1,"t1":2,"step":0,"bytes":7,"seq":5}\n'
+
+
+def test_regions_are_told_apart_by_their_numbers() -> None:
+    line = b'{"seq":7,"kind":"region","group":0,"t0":1,"t1":2,"step":0,"parent":3,"region":7,"saved":12}\n'
+    row = scan._LINE.findall(line)[0]
+    assert scan.whole(row) == line
+    forms = scan.Forms()
+    forms.learn(row, (ev.REGION, 7, 1, 2, 0, 3, 0, 7, 12, 0, 0, 0), 0)
+    assert list(forms.known) == [(b'"kind":"region","group":0', b',"saved":12')]
+    other = scan.Forms()
+    other.learn(row, (ev.WAIT, 7, 1, 2, 0, 3, 0, 7, 0, 0, 0, 0), 0)  # of another kind: not its first field
+    assert other.known == {}
 
 
 def test_workers_give_the_same_answer(tmp_path: Path) -> None:
