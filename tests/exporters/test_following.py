@@ -353,3 +353,22 @@ def test_exporting_needs_no_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@needs_encoder
+def test_the_command(tmp_path: Path) -> None:
+    """``fsdptrace export`` as the docs have it, for two runs in one folder: the newest one unless told."""
+    run(tmp_path / "traces", ranks=1, steps=1, run_id="old")
+    run(tmp_path / "traces", ranks=1, steps=2, run_id="new", clock={"perf_counter_ns": 0, "unix_ns": 2_000})
+    command = str(Path(sys.executable).with_name("fsdptrace"))
+    for arguments, count in (((), 2), (("--run", "old"), 1)):
+        done = subprocess.run(
+            [command, "export", "traces", "--to", "otlp-json:run.json", *arguments],
+            cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, f"note: {count} steps delivered\n")
+        assert sum(s["name"] == "fsdp.step" for _, s in spans(tmp_path / "run.traces.json")) == count
+    bad = subprocess.run(
+        [command, "export", "nowhere", "--to", "otlp"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (bad.returncode, bad.stderr) == (2, "fsdptrace: nowhere: no such file or folder\n")

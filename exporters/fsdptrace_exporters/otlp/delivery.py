@@ -42,6 +42,13 @@ class _Ear(logging.Handler):
         found = _CODE.search(text)
         if found:
             self._last.code = found[1] or found[2]
+        listener = getattr(self._last, "listener", None)
+        if listener is not None and "ransient error" in text:
+            listener(found[1] or found[2] if found else "no answer")
+
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """``listener`` is told of tries that failed and are made again within one export of this thread."""
+        self._last.listener = listener
 
     def take(self) -> str:
         """The last status code heard on this thread, empty without one."""
@@ -140,6 +147,14 @@ class Delivery:
         """None when it was delivered, else why not, as far as one knows."""
         heard = ear()
         heard.take()
+        begun = time.monotonic()
+
+        def again(code: str) -> None:
+            # An SDK may try for a minute on its own before it says that it failed.
+            if time.monotonic() - begun >= 2:
+                self._outage(code)
+
+        heard.listen(again)
         try:
             if self._export(batch):
                 return None
@@ -149,6 +164,8 @@ class Delivery:
             # Anything else is about the batch: it cannot be encoded, and will not be by waiting.
             connection = isinstance(error, OSError) or type(error).__module__.startswith("grpc")
             return heard.take() or (type(error).__name__ if connection else f"{_FAULT}{type(error).__name__}: {error}")
+        finally:
+            heard.listen(None)
         return heard.take() or "no answer"
 
     def _outage(self, code: str) -> None:
