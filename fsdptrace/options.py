@@ -11,6 +11,8 @@ from typing import Any
 DETAILS = ("auto", "full", "summary")
 FLUSHES = ("none", "collective")
 DEVICE_TIMINGS = ("auto", "always", "off")
+FINGERPRINTS = ("params", "inputs", "saved")
+CHECKPOINT_DETAILS = ("counts", "modules")
 _OFF = ("0", "false", "off", "no")
 _OURS = (
     "FSDPTRACE_JOBS",
@@ -49,6 +51,11 @@ class Options:
         rule_options: options of rules, by rule name.
         device_timing: ``"auto"``: on an accelerator, the steps that are written with all their events are also timed on the
             device, and allocator memory is read at unit boundaries in them; ``"always"``: every step is timed; ``"off"``.
+        fingerprint: what of checkpointed regions is compared by value between forward and recomputation, on the device:
+            ``"params"`` (gathered parameters), ``"inputs"`` (what the function is given, states of random generators and of
+            modules), ``"saved"`` (tensors saved for the backward), several of them, or ``"all"``. See docs/recompute.md for
+            what it costs.
+        checkpoint_detail: ``"counts"``; ``"modules"``: which submodule and line saved each tensor is recorded too.
         live: shows the run at the lower edge of the terminal while it goes on (needs ``fsdptrace[cli]``): step, gathered bytes,
             open units, last finding, by rank. A process of its own draws it. Without a terminal, ``fsdptrace top`` shows it.
     """
@@ -69,6 +76,8 @@ class Options:
     role: str | None = None
     rule_options: Mapping[str, Mapping[str, Any]] | None = None
     device_timing: str = "auto"
+    fingerprint: tuple[str, ...] = ()
+    checkpoint_detail: str = "counts"
     live: bool = False
 
     @property
@@ -106,9 +115,13 @@ def resolve(**given: Any) -> Options:
         raise TypeError(f"record() has no option {unknown[0]!r}; there are {', '.join(sorted(names))}")
     values = _from_environment()
     values.update({name: value for name, value in given.items() if value is not None})
-    for name in ("exporters", "checks"):
+    if values.get("fingerprint") in ("all", ("all",), ["all"]):
+        values["fingerprint"] = FINGERPRINTS
+    for name in ("exporters", "checks", "fingerprint"):
         value = values.get(name)
-        if isinstance(value, str):
+        if name == "fingerprint" and isinstance(value, str):
+            values[name] = _names(value)
+        elif isinstance(value, str):
             values[name] = (value,)
         elif isinstance(value, Sequence):
             values[name] = tuple(value)
@@ -210,6 +223,8 @@ def _readers() -> dict[str, tuple[str, Callable[[str], Any]]]:
         "run_id": ("RUN_ID", str),
         "role": ("ROLE", str),
         "device_timing": ("DEVICE_TIMING", str),
+        "fingerprint": ("FINGERPRINT", _names),
+        "checkpoint_detail": ("CHECKPOINT_DETAIL", str),
         "live": ("LIVE", _switch),
     }
 
@@ -219,7 +234,13 @@ def _check(options: Options) -> None:
 
     registry.select(options.checks)
     policy.check_policy(options.on_violation)
-    for name, allowed in (("detail", DETAILS), ("flush", FLUSHES), ("device_timing", DEVICE_TIMINGS)):
+    one_of = {
+        "detail": DETAILS, "flush": FLUSHES, "device_timing": DEVICE_TIMINGS, "checkpoint_detail": CHECKPOINT_DETAILS,
+    }  # fmt: skip
+    unknown = [kind for kind in options.fingerprint if kind not in FINGERPRINTS]
+    if unknown:
+        raise ValueError(f"fingerprint: {unknown[0]!r} is none of {', '.join(FINGERPRINTS)}, all")
+    for name, allowed in one_of.items():
         if getattr(options, name) not in allowed:
             raise ValueError(f"{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
     for name in ("max_bytes", "budget_bytes", "raise_until_step"):

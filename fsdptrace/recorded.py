@@ -46,7 +46,7 @@ class Recorded:
         self.context = Context(number, session.ring.append, session.ids, self.engine, self, session.threads)
         self.timing = self.context.timing = self._timing(options, described)
         self.hooks = InstalledModel(self.context, described)
-        Regions(self.context, described.map, self._root, self)  # known to the context
+        Regions(self.context, self.hooks, self)  # known to the context
         self._explained: tuple[weakref.ref[BaseException], str] | None = None
         session.shared[number] = self.context.shared
         session.trackers[number] = self.engine.tracker
@@ -87,6 +87,8 @@ class Recorded:
 
     def install(self) -> None:
         """Puts the hooks on; the first time every group's state is recorded, later only what changed meanwhile."""
+        if self.recording is not None:
+            self.context.regions.wants(self.recording.options.fingerprint, self.recording.options.checkpoint_detail)
         groups = self.engine.tracker.groups
         first, self._seen = not self._seen, True
         self.session.ring.pump()  # what was recorded before comes before in the order too
@@ -119,10 +121,6 @@ class Recorded:
     def text_once(self, text: str) -> int:
         """See :class:`fsdptrace.adapters.context.Owner`."""
         return self.session.texts.put_once(text)
-
-    def _root(self) -> nn.Module | None:
-        modules = self.hooks.units[0].modules
-        return modules[0] if modules else None
 
     def explain(self, error: BaseException, region: int, group: int, detail: dict[str, Any]) -> None:
         """See :class:`fsdptrace.adapters.regions.Explainer`."""
@@ -183,6 +181,7 @@ class Recorded:
         if not shared[BUSY]:
             return
         self.hooks.poll_flags()
+        context.regions.settle()
         context.step += 1
         if context.step < 4 or not context.step % 128:
             self.hooks.between.written_in_passes()

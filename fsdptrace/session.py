@@ -231,6 +231,8 @@ class Session:
                 "checks": list(options.checks) if isinstance(options.checks, tuple) else options.checks,
                 "on_violation": policy if isinstance(policy, str) else "function" if callable(policy) else "mapping",
                 "detail": options.detail,
+                "fingerprint": list(options.fingerprint),
+                "checkpoint_detail": options.checkpoint_detail,
                 "flush": options.flush,
                 "max_bytes": options.max_bytes,
                 "budget_bytes": options.budget_bytes,

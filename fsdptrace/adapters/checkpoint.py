@@ -8,14 +8,16 @@ PyTorch's own would.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
-from types import CellType
+from types import CellType, FrameType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint as module
 
+from fsdptrace.adapters.mismatches import size_of
 from fsdptrace.adapters.regions import (
     EARLY_STOP,
     FAILED,
@@ -25,7 +27,6 @@ from fsdptrace.adapters.regions import (
     SELECTIVE,
     Region,
     Regions,
-    size_of,
 )  # fmt: skip
 
 _FRAME = "_CheckpointFrame"
@@ -67,7 +68,7 @@ class CheckpointSeam:
         return [one for known in self._known if (one := known()) is not None and one.active]
 
     # -- whose a function is -------------------------------------------------------------------------------------------
-    def _begin(self, function: Any, checkpoint: int) -> Region | None:
+    def _begin(self, function: Any, checkpoint: int, given: Callable[[], tuple[Any, Any]]) -> Region | None:
         """A region of the recorded model that ``function`` belongs to; ``None`` where it belongs to none."""
         if not torch.is_grad_enabled():
             return None
@@ -84,7 +85,8 @@ class CheckpointSeam:
         if torch.compiler.is_compiling():  # made while tracing: it never recomputes
             owner.traced()
             return None
-        return owner.begin(function, checkpoint)
+        args, kwargs = given() if owner.starts.wants else (None, None)
+        return owner.begin(function, checkpoint, args, kwargs)
 
     # -- non-reentrant and selective -----------------------------------------------------------------------------------
     def _open(self, recompute_fn: Any) -> Region | None:
@@ -97,7 +99,7 @@ class CheckpointSeam:
             if "recompute_context" in cells:
                 if isinstance(cells["recompute_context"].cell_contents, module._CachedTorchDispatchMode):
                     kind = SELECTIVE
-            region = self._begin(function, kind)
+            region = self._begin(function, kind, _arguments)
             if region is None:
                 return None
             owner = region.owner
@@ -117,6 +119,8 @@ class CheckpointSeam:
             def __init__(self, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
                 self._fsdptrace = seam._open(recompute_fn)
                 super().__init__(recompute_fn, *args, **kwargs)
+                if self._fsdptrace is not None:
+                    self._fsdptrace.owner.looks_at_saved(self, self._fsdptrace)
 
             @property
             def forward_completed(self) -> Any:
@@ -135,7 +139,7 @@ class CheckpointSeam:
                 if region is None or again is None:
                     return super().check_recomputed_tensors_match(gid)
                 region.again = None
-                stop = seam._recomputed(region, again, self.recomp_counter[gid])
+                stop = seam._recomputed(self, region, again, gid)
                 try:
                     result = super().check_recomputed_tensors_match(gid)
                 except module.CheckpointError as error:
@@ -157,12 +161,14 @@ class CheckpointSeam:
                 raise
             region.owner.context.owner.fault(error)
 
-    def _recomputed(self, region: Region, again: Any, saved: int) -> Exception | None:
+    def _recomputed(self, frame: Any, region: Region, again: Any, gid: Any) -> Exception | None:
         """Records a recomputation; a violation that is to stop the run is given back, since PyTorch's own check comes first."""
         owner = region.owner
         try:
             if owner.active:
-                owner.recomputed(region, again, saved)
+                if owner.starts.wants:
+                    owner.took(again, _recomputed(frame, gid))
+                owner.recomputed(region, again, frame.recomp_counter[gid])
         except Exception as error:
             if owner.context.owner.stop_run(error):
                 return error
@@ -188,16 +194,16 @@ class CheckpointSeam:
         class CheckpointFunction(base):  # type: ignore[misc]
             @classmethod
             def apply(cls, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-                return base.apply(seam._reentrant(run_function), preserve_rng_state, *args)
+                return base.apply(seam._reentrant(run_function, args), preserve_rng_state, *args)
 
         CheckpointFunction.__qualname__ = base.__qualname__
         CheckpointFunction.__module__ = base.__module__
         return CheckpointFunction
 
-    def _reentrant(self, function: Any) -> Any:
+    def _reentrant(self, function: Any, args: tuple[Any, ...]) -> Any:
         """``function``, recorded: its first call is the forward, every other one a recomputation."""
         try:
-            region = self._begin(function, REENTRANT)
+            region = self._begin(function, REENTRANT, lambda: (args, {}))
         except Exception as error:
             self._fault(None, error)
             return function
@@ -231,7 +237,7 @@ def _recomputing(function: Any, region: Region) -> Callable[..., Any]:
         if not owner.active:
             return function(*args, **kwargs)
         try:
-            again = owner.begin_again(region)
+            again = owner.begin_again(region, function, args, kwargs)
         except Exception as error:
             hooks.fault(error)
             return function(*args, **kwargs)
@@ -296,16 +302,29 @@ def _cells(function: Any) -> dict[str, CellType]:
     return {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _recomputed_metadata(frame: Any, gid: Any) -> list[Any]:
-    """What PyTorch keeps of each recomputed tensor, in order; ``None`` for those whose forward counterpart is gone."""
+def _arguments() -> tuple[Any, Any]:
+    """What the checkpointed function is called with: locals of PyTorch's generator that makes the frame (2.6 to 2.15)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_name.startswith("_checkpoint_without_reentrant_generator"):
+        frame = frame.f_back
+    variables = {} if frame is None else frame.f_locals
+    return variables.get("args"), variables.get("kwargs")
+
+
+def _recomputed(frame: Any, gid: Any) -> list[Any]:
+    """The recomputed tensors, in order; ``None`` for those whose forward counterpart is gone."""
     kept = frame.recomputed[gid]
     out: list[Any] = []
     for reference in frame.weak_holders[: frame.recomp_counter[gid]]:
         holder = reference()
         handle = None if holder is None else holder.handles.get(gid)
-        tensor = None if handle is None else kept.get(handle)
-        out.append(None if tensor is None else frame.metadata_fn(tensor))
+        out.append(None if handle is None else kept.get(handle))
     return out
+
+
+def _recomputed_metadata(frame: Any, gid: Any) -> list[Any]:
+    """What PyTorch keeps of each recomputed tensor."""
+    return [None if tensor is None else frame.metadata_fn(tensor) for tensor in _recomputed(frame, gid)]
 
 
 CHECKPOINTS = CheckpointSeam()

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
 
 from fsdptrace import events as ev
-from fsdptrace import repeats
-from fsdptrace.adapters import surroundings
+from fsdptrace.adapters import fingerprints
 from fsdptrace.adapters.context import (
     BACKWARD_SEQ,
     BUSY,
@@ -30,17 +29,15 @@ from fsdptrace.adapters.context import (
     clock,
     graph_task_id,
 )  # fmt: skip
-from fsdptrace.adapters.look import dtype_number
+from fsdptrace.adapters.fingerprints import Prints, Quiet
+from fsdptrace.adapters.fsdp import InstalledModel
+from fsdptrace.adapters.mismatches import Counter, difference, running, saved
 from fsdptrace.adapters.naming import ModuleNames, modules_of, name_of
-from fsdptrace.model_map import ModelMap
+from fsdptrace.adapters.starts import Start, Starts
 
 NON_REENTRANT, REENTRANT, SELECTIVE = range(3)  # positions in CHECKPOINTS
 RETURNED, EARLY_STOP, FAILED = range(3)  # positions in ENDS
 COUNT, METADATA, VALUES = range(3)  # positions in MISMATCHES
-
-# An entry of `starts` packs a unit, the position of a tensor among its inputs, and the tensor's dtype.
-_ARGUMENT_UNIT = 64
-_UNIT_UNIT = 64 * 64
 
 
 class Explainer(Protocol):
@@ -59,29 +56,10 @@ class Explainer(Protocol):
         ...
 
 
-class Start:
-    """What a forward or a recomputation of a region began with.
-
-    Attributes:
-        state, variables: the global state and the context variables (see :mod:`~fsdptrace.adapters.surroundings`).
-        versions: identities and version counters of the module's buffers; ``training`` its training flag.
-        starts: dtypes of what units in it were given, in order, packed.
-    """
-
-    __slots__ = ("starts", "state", "training", "variables", "versions")
-
-    def __init__(self, module: nn.Module | None, buffers: Sequence[tuple[dict[str, Any], str, str]]) -> None:
-        self.state = surroundings.read()
-        self.variables = surroundings.read_variables()
-        self.training = module is not None and module.training
-        self.versions = _versions(buffers)
-        self.starts: list[int] = []
-
-
 class Again:
     """One recomputation that is running or has just ended."""
 
-    __slots__ = ("depth", "end", "open", "outer", "parent", "pass_", "saved", "seq", "start", "t0", "t1")
+    __slots__ = ("by", "depth", "end", "open", "outer", "parent", "pass_", "prints", "saved", "seq", "start", "t0", "t1")
 
     def __init__(self, seq: int, t0: int, parent: int, start: Start) -> None:
         self.seq = seq
@@ -92,19 +70,20 @@ class Again:
         self.saved = ev.NONE
         self.outer = self.depth = self.open = 0
         self.pass_ = ev.PASS_RECOMPUTE
+        self.by: list[str] = []
+        self.prints: Prints | None = None
 
 
 class Region:
     """One call of a checkpointed function. Lives as long as PyTorch's own frame for it."""
 
     __slots__ = (
-        "again", "checkpoint", "function", "group", "module", "name", "outer", "owner", "parent", "pass_", "seq", "shown",
+        "again", "by", "checkpoint", "group", "module", "name", "outer", "owner", "parent", "pass_", "prints", "seq", "shown",
         "start", "t0",
     )  # fmt: skip
 
-    def __init__(self, owner: Regions, function: Any, name: str, group: int, checkpoint: int) -> None:
+    def __init__(self, owner: Regions, name: str, group: int, checkpoint: int) -> None:
         self.owner = owner
-        self.function = function
         self.shown = name
         self.name = owner.context.owner.text(name)
         self.group = group
@@ -114,6 +93,28 @@ class Region:
         self.pass_ = ev.PASS_FORWARD
         self.module: weakref.ref[nn.Module] | None = None
         self.start: Start
+        self.by: list[str] = []  # which submodule saved each tensor, where wanted
+        self.prints: Prints | None = None  # fingerprints of saved tensors, where wanted
+
+    def its_module(self) -> nn.Module | None:
+        """The module that the function belongs to."""
+        return None if self.module is None else self.module()
+
+
+class Recomputed(NamedTuple):
+    """A recomputation whose values are compared when the step ends."""
+
+    region: int
+    recompute: int
+    name: str
+    group: int
+    checkpoint: int
+    end: int
+    forward: Start
+    again: Start
+    saved: Prints | None
+    saved_again: Prints | None
+    by: list[str]
 
 
 class Regions:
@@ -121,23 +122,25 @@ class Regions:
 
     Args:
         context: what the hooks of the model share.
-        model_map: the model.
-        root: the model itself, or ``None`` while no recording holds it.
+        hooks: the model's hooks; they lead to the model while a recording holds it.
         explainer: the recording.
+
+    Attributes:
+        by_module: which submodule saves each tensor is recorded.
     """
 
-    def __init__(
-        self, context: Context, model_map: ModelMap, root: Callable[[], nn.Module | None], explainer: Explainer
-    ) -> None:
+    def __init__(self, context: Context, hooks: InstalledModel, explainer: Explainer) -> None:
         self.context = context
-        self.map = model_map
+        self.map = model_map = hooks.map
         self.active = False
+        self.by_module = False
+        self.starts = Starts(hooks)
+        self._hooks = hooks
         self._compiled = False
-        self._root = root
         self._explainer = explainer
         self._names = ModuleNames(model_map)
         self._named: weakref.WeakKeyDictionary[nn.Module, tuple[str, int]] = weakref.WeakKeyDictionary()
-        self._buffers: weakref.WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, str]]] = weakref.WeakKeyDictionary()
+        self._recomputed: list[Recomputed] = []
         self._open: list[Region | Again] = []
         context.forward_ends = self._forward_ends
         context.regions = self
@@ -147,14 +150,24 @@ class Regions:
         """A recording begins."""
         self.active = True
         self._names.again()
-        self._buffers.clear()
+        self.starts.forget()
 
     def stop(self) -> None:
         """A recording ended; regions that wait for their backward are of no interest any more."""
         self.active = False
         self._open.clear()
-        self._buffers.clear()
+        self._recomputed.clear()
+        self.starts.forget()
         self.context.collect = None
+
+    def wants(self, fingerprint: Sequence[str], detail: str) -> None:
+        """What is recorded beside the usual: kinds of fingerprints, and which submodule saves what."""
+        self.starts.wants = frozenset(fingerprint)
+        self.by_module = detail == "modules"
+
+    def _root(self) -> nn.Module | None:
+        modules = self._hooks.units[0].modules
+        return modules[0] if modules else None
 
     def runs(self) -> bool:
         """Whether a forward or a backward of the model is running, so that a function without a module is its own."""
@@ -173,21 +186,23 @@ class Regions:
             self._explainer.cannot_show("recompute: not visible where torch.compile was put around a checkpoint")
 
     # -- forward -------------------------------------------------------------------------------------------------------
-    def begin(self, function: Any, checkpoint: int) -> Region:
-        """A region's forward begins."""
+    def begin(self, function: Any, checkpoint: int, args: Any, kwargs: Any) -> Region:
+        """A region's forward begins, with ``args`` and ``kwargs``, ``None`` where they are not known."""
         c = self.context
         shared = c.shared
         if not shared[DEPTH] and not shared[BACKWARD_SEQ]:
             self._open.clear()  # what an exception left
         name, unit = self._name(function)
         groups = self.map.units[unit].groups
-        region = Region(self, function, name, groups[0] if groups else ev.NONE, checkpoint)
+        region = Region(self, name, groups[0] if groups else ev.NONE, checkpoint)
         module = self._module(function)
         region.module = None if module is None else weakref.ref(module)
+        region.start = self.starts.take(module, name, region.group, function, args, kwargs)
+        if "saved" in self.starts.wants:
+            region.prints = Prints()
         region.parent = c.parent()
         region.pass_ = shared[CONTEXT] % 4 or ev.PASS_FORWARD
         region.outer = shared[TOP]
-        region.start = Start(module, self._buffers_of(module))
         region.seq = shared[TOP] = next(c.ids)
         self._open.append(region)
         c.collect = self._collect
@@ -198,6 +213,9 @@ class Regions:
         """Its forward returned: ``saved`` tensors of ``size`` bytes, -1 where it is not known."""
         t1 = clock()
         self._close(region, region.outer)
+        if self.starts.wants:
+            self.starts.end_forward(region.start)
+            _freeze(region.prints)
         self.context.shared[BUSY] = 1
         self._emit(region, t1, saved, size)
 
@@ -234,13 +252,14 @@ class Regions:
                 break
 
     # -- recomputation -------------------------------------------------------------------------------------------------
-    def begin_again(self, region: Region) -> Again:
+    def begin_again(self, region: Region, function: Any, args: Any, kwargs: Any) -> Again:
         """The function is called again."""
         c = self.context
         shared = c.shared
         if not shared[BACKWARD_SEQ]:
             c.open_backward()
-        again = Again(next(c.ids), 0, c.parent(), Start(region.module() if region.module else None, self._buffers_for(region)))
+        start = self.starts.take(region.its_module(), region.shown, region.group, function, args, kwargs)
+        again = Again(next(c.ids), 0, c.parent(), start)
         again.outer = shared[TOP]
         again.depth = shared[RECOMPUTE_DEPTH]
         again.open = len(self._open)
@@ -269,6 +288,13 @@ class Regions:
     def recomputed(self, region: Region, again: Again, saved: int) -> None:
         """Records the recomputation: ``saved`` tensors, -1 where it is not known."""
         again.saved = saved
+        if self.starts.wants:
+            self._recomputed.append(
+                Recomputed(
+                    region.seq, again.seq, region.shown, region.group, region.checkpoint, again.end, region.start, again.start,
+                    region.prints, again.prints, region.by,
+                )
+            )  # fmt: skip
         self.context.emit(
             ev.RECOMPUTE, again.seq, again.t0, again.t1, region.group, again.parent,
             region.seq, saved, again.end, region.checkpoint, region.name, pass_=again.pass_,
@@ -288,12 +314,17 @@ class Regions:
             forward, recompute: metadata of the saved tensors of both, ``None`` where it is not known.
             more: the recomputation was about to save more of them than the forward, and was stopped there.
         """
-        one, other = [_saved(item) for item in forward], [_saved(item) for item in recompute]
+        if self.starts.wants and self._recomputed:
+            self._recomputed.pop()  # it is told here
+        one, other = [saved(item) for item in forward], [saved(item) for item in recompute]
         what = METADATA if len(one) == len(other) and not more else COUNT
         detail = {
             **self._detail(region, again), "forward": len(one), "recompute": max(again.saved, len(other)), "more": more,
-            **_difference(one, other, more),
+            **difference(one, other, more, region.by, again.by),
         }  # fmt: skip
+        value = _first_value(region.prints, again.prints, region.by)
+        if value is not None:
+            detail["value"] = value
         c = self.context
         now = clock()
         try:
@@ -308,47 +339,83 @@ class Regions:
 
     def _detail(self, region: Region, again: Again) -> dict[str, Any]:
         """What is said of any mismatch: who, how it ended, what the two began with."""
-        differs, same, missing = self._causes(region, again)
+        differs, same, missing = self.starts.causes(region.shown, region.its_module(), region.start, again.start)
         return {
             "name": region.shown, "checkpoint": ev.CHECKPOINTS[region.checkpoint], "end": ev.ENDS[again.end],
             "differs": differs, "same": same, "missing": missing,
         }  # fmt: skip
 
-    def _causes(self, region: Region, again: Again) -> tuple[list[dict[str, str]], list[str], list[str]]:
-        """What differs between the two starts, what was looked at and is the same, what was not recorded."""
-        one, other = region.start, again.start
-        differs: list[dict[str, str]] = []
+    # -- values --------------------------------------------------------------------------------------------------------
+    def looks_at_saved(self, frame: Any, region: Region) -> None:
+        """Has PyTorch's frame tell of each tensor that is saved, where fingerprints or submodules are wanted."""
+        if region.prints is None and not self.by_module:
+            return
+        metadata_fn = frame.metadata_fn
 
-        def add(kind: str, what: str, forward: Any, recompute: Any) -> None:
-            differs.append({"kind": kind, "what": what, "forward": str(forward), "recompute": str(recompute)})
+        def metadata(tensor: torch.Tensor) -> Any:
+            # Called for each tensor as it is saved in the forward, and for what is compared after a recomputation.
+            if not frame_done():
+                self._saved(region.prints, region.by, tensor)
+            return metadata_fn(tensor)
 
-        for a, b in zip(one.starts, other.starts, strict=False):
-            if a != b:
-                if a // _ARGUMENT_UNIT == b // _ARGUMENT_UNIT:
-                    unit = self.map.units[a // _UNIT_UNIT].fqn or "the root"
-                    what = f"input {a // _ARGUMENT_UNIT % 64} of {unit}, after FSDP2's cast"
-                    add("inputs", what, ev.DTYPES[a % 64], ev.DTYPES[b % 64])
-                break  # what follows from it differs too
-        for name, before, after in surroundings.differences(one.state, other.state):
-            add("context", name, before, after)
-        if one.training != other.training:
-            add("module", f"{region.shown}.training", one.training, other.training)
-        for i, (_, _, name) in enumerate(self._buffers_for(region)):
-            was, now = one.versions[2 * i : 2 * i + 2], other.versions[2 * i : 2 * i + 2]
-            if was != now and len(was) == len(now):
-                times = now[1] - was[1]
-                how = f"written {'once' if times == 1 else f'{times} times'} since"
-                how = "another tensor" if was[0] != now[0] else how
-                add("module", f"buffer {name}", "as it was", how)
-        variables = surroundings.changed_variables(one.variables, other.variables)
-        if variables:
-            add("context", f"context variable {', '.join(variables)}", "set one way", "set another")
-        kinds = {item["kind"] for item in differs}
-        same = [kind for kind in ("context",) if kind not in kinds]
-        missing = [kind for kind in ("params", "inputs", "rng", "module") if kind not in kinds]
-        return differs, same, missing
+        reference = weakref.ref(frame)
 
-    # -- names, and what is kept cheaply -------------------------------------------------------------------------------
+        def frame_done() -> bool:
+            own = reference()
+            return own is None or own.forward_completed
+
+        frame.metadata_fn = metadata
+        if self.by_module:
+            frame.recomp_counter = Counter(lambda: self._saved_again(region))
+
+    def _saved(self, prints: Prints | None, by: list[str], tensor: torch.Tensor) -> None:
+        try:
+            if prints is not None:
+                with Quiet():
+                    prints.add("saved", str(len(prints.names)), tensor)
+            if self.by_module:
+                by.append(running(self._name_of))
+        except Exception as error:
+            self.context.owner.fault(error)
+
+    def _saved_again(self, region: Region) -> None:
+        if self.active and region.again is not None:
+            region.again.by.append(running(self._name_of))
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        return self._names.of(module, self._root())
+
+    def took(self, again: Again, tensors: Sequence[torch.Tensor | None]) -> None:
+        """The tensors that a recomputation saved, in order; ``None`` for those that nobody asks for any more."""
+        if "saved" not in self.starts.wants:
+            return
+        again.prints = prints = Prints()
+        with Quiet():
+            for i, tensor in enumerate(tensors):
+                if tensor is not None:
+                    prints.add("saved", str(i), tensor)
+            prints.freeze()
+
+    def settle(self) -> None:
+        """A step ends: compares the values of its recomputations, which waits for the device."""
+        waiting, self._recomputed = self._recomputed, []
+        c = self.context
+        for item in waiting:
+            differs = self.starts.values(item.forward, item.again)
+            value = _first_value(item.saved, item.saved_again, item.by)
+            if not differs and value is None:
+                continue
+            detail = {
+                "name": item.name, "checkpoint": ev.CHECKPOINTS[item.checkpoint], "end": ev.ENDS[item.end], "values": True,
+                "differs": differs, "value": value, "same": [], "missing": [],
+            }  # fmt: skip
+            now = clock()
+            c.emit(
+                ev.MISMATCH, next(c.ids), now, now, item.group, item.recompute,
+                item.region, VALUES, item.recompute, c.owner.text_once(json.dumps(detail)), pass_=ev.PASS_RECOMPUTE,
+            )  # fmt: skip
+
+    # -- names -------------------------------------------------------------------------------
     def _name(self, function: Any) -> tuple[str, int]:
         """The shown name and the unit of a function."""
         if isinstance(function, nn.Module):
@@ -367,93 +434,25 @@ class Regions:
         found = modules_of(function)
         return found[0][0] if found else None
 
-    def _buffers_for(self, region: Region) -> Sequence[tuple[dict[str, Any], str, str]]:
-        return self._buffers_of(region.module() if region.module else None)
-
-    def _buffers_of(self, module: nn.Module | None) -> Sequence[tuple[dict[str, Any], str, str]]:
-        """Where the buffers of ``module`` are kept, by owner and name; looked up once per recording."""
-        if module is None:
-            return ()
-        known = self._buffers.get(module)
-        if known is None:
-            prefix = self._names.of(module, self._root())
-            known = [
-                (owner._buffers, name, ".".join(part for part in (prefix, path, name) if part))
-                for path, owner in module.named_modules()
-                for name in owner._buffers
-            ]
-            self._buffers[module] = known
-        return known
-
     def _collect(self, unit: int, args: Sequence[Any]) -> None:
         """A unit's forward begins, with ``args`` as FSDP2's pre-forward left them."""
-        entries = [
-            unit * _UNIT_UNIT + position * _ARGUMENT_UNIT + dtype_number(value.dtype)
-            for position, value in enumerate(args[:64])
-            if isinstance(value, torch.Tensor)
-        ]
-        for entry in self._open:
-            entry.start.starts += entries
+        self.starts.unit([entry.start for entry in self._open], unit, args)
 
 
-def _versions(buffers: Sequence[tuple[dict[str, Any], str, str]]) -> tuple[int, ...]:
-    out: list[int] = []
-    for owner, name, _ in buffers:
-        try:
-            buffer = owner[name]
-            out += (id(buffer), buffer._version)
-        except (AttributeError, KeyError, RuntimeError):  # None, taken away, made under inference_mode
-            out += (0, -1)
-    return tuple(out)
+def _freeze(prints: Prints | None) -> None:
+    if prints is not None:
+        with Quiet():
+            prints.freeze()
 
 
-def size_of(metadata: Sequence[Any]) -> int:
-    """Bytes of saved tensors by what PyTorch keeps of each (``_default_meta_extractor``, torch/utils/checkpoint.py); -1 where
-    it keeps nothing (``determinism_check="none"``)."""
-    total = 0
-    try:
-        for item in metadata:
-            total += item["shape"].numel() * item["dtype"].itemsize
-    except (TypeError, KeyError, AttributeError):
-        return ev.NONE
-    return total
-
-
-def _saved(item: Any) -> repeats.Saved | None:
-    try:
-        return tuple(map(int, item["shape"])), str(item["dtype"]).removeprefix("torch."), str(item["device"])
-    except (TypeError, KeyError):
+def _first_value(one: Prints | None, other: Prints | None, by: Sequence[str]) -> dict[str, Any] | None:
+    """The first saved tensor whose value alone differs."""
+    if one is None or other is None:
         return None
-
-
-def _difference(one: list[Any], other: list[Any], more: bool) -> dict[str, Any]:
-    """Where two lists of saved tensors part, and the loop that explains it."""
-    if any(item is None for item in one):
-        return {"first": None, "differ": 0, "rows_only": False, "repeat": None, "known": False}
-    # Of a tensor that nobody asks for any more the recomputation keeps nothing: it is taken to be as it was.
-    other = [one[i] if item is None and i < len(one) else item for i, item in enumerate(other)]
-    first = repeats.first_difference(one, other)
-    if first is None and more:
-        first = len(one)
-    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
-    repeat = repeats.find_repeat(one, other) if len(other) < len(one) else None
-    if len(other) == len(one) and first is not None:
-        repeat = repeats.find_longer_loop(one, other)
-    return {
-        "first": None if first is None else {
-            "position": first,
-            "forward": _plain(one[first]) if first < len(one) else None,
-            "recompute": _plain(other[first]) if first < len(other) else None,
-        },
-        "known": True,
-        "differ": len(pairs),
-        "rows_only": bool(pairs) and all(repeats.only_rows_differ(a, b) for a, b in pairs),
-        "repeat": None if repeat is None else {
-            "tensors": repeat.tensors, "start": repeat.start, "forward": repeat.forward, "recompute": repeat.recompute,
-            "open": repeat.open,
-        },
-    }  # fmt: skip
-
-
-def _plain(tensor: repeats.Saved) -> dict[str, Any]:
-    return {"shape": list(tensor[0]), "dtype": tensor[1], "device": tensor[2]}
+    with Quiet():
+        found = fingerprints.differences(one, other, tensors_only=True)
+    for item in found:
+        if item.tensor:
+            at = int(item.name)
+            return {"position": at, "tensor": item.tensor, **({"by": by[at]} if at < len(by) and by[at] else {})}
+    return None

@@ -53,16 +53,14 @@ def tensor(item: Mapping[str, Any] | None) -> str:
     """``(5, 64) bfloat16 on cuda:0 saved by layers.0.mlp``."""
     if item is None:
         return "none"
-    text = f"({', '.join(map(str, item['shape']))}) {item['dtype']} on {item['device']}"
+    text = f"({', '.join(map(str, item['shape']))}) {item['dtype']} on {item['device']}" if "shape" in item else "one"
     return text + (f" saved by {item['by']}" if item.get("by") else "")
 
 
 def _what(tracker: Tracker, group: int, region: int, detail: Mapping[str, Any]) -> str:
-    forward, again = detail["forward"], detail["recompute"]
+    forward, again = detail.get("forward", 0), detail.get("recompute", 0)
     saved = f"saved {count(forward, 'tensor')} in its forward"
-    if detail.get("values"):
-        text = "computed other values in its recomputation than in its forward"
-    elif detail["more"]:
+    if detail["more"]:
         text = f"{saved} and was about to save more, at least {again:,}, in its recomputation"
     elif forward != again:
         text = f"{saved} and {again:,} in its recomputation"
@@ -72,7 +70,7 @@ def _what(tracker: Tracker, group: int, region: int, detail: Mapping[str, Any]) 
 
 
 def _where(detail: Mapping[str, Any]) -> str:
-    parts = []
+    parts: list[str] = []
     first = detail.get("first")
     if first is not None:
         one, other = first["forward"], first["recompute"]
@@ -178,12 +176,34 @@ def _cause(tracker: Tracker, region: int, detail: Mapping[str, Any]) -> str:
     first = detail.get("value")
     if missing:
         return f"Cause unknown: {_list(same)} are the same, {_list(missing)} were not recorded."
-    where_ = ""
-    if first:
-        where_ = f" The first saved tensor whose value differs: position {first['position']}, {tensor(first)}."
+    where_ = f" {_first_value(first)}" if first else ""
     return (
         f"Cause: none of what was recorded ({_list(same)} are the same): an operator that is not deterministic, or state that "
         f"lies outside of the modules.{where_}"
+    )
+
+
+def _first_value(item: Mapping[str, Any]) -> str:
+    by = f", saved by {item['by']}" if item.get("by") else ""
+    return f"The first saved tensor whose value differs: position {item['position']}, {item['tensor']}{by}."
+
+
+def describe_values(tracker: Tracker, group: int, region: int, detail: Mapping[str, Any]) -> tuple[str, str]:
+    """``(message, hint)`` for a recomputation that PyTorch let pass although values differ."""
+    who = f"{called(tracker, region, detail['name'])}, {where(tracker, group)}"
+    if detail["differs"]:
+        parts = []
+        for kind in dict.fromkeys(item["kind"] for item in detail["differs"]):
+            names = [item["what"] for item in detail["differs"] if item["kind"] == kind]
+            more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+            parts.append(f"{KINDS[kind]} differ: {', '.join(names[:2])}{more}")
+        text = f"{who}, was recomputed from other values than its forward began with: {'; '.join(parts)}."
+        return text + (f" {_first_value(detail['value'])}" if detail["value"] else ""), _hint(detail)
+    text = f"{who}, computed other values in its recomputation than in its forward. {_first_value(detail['value'])}"
+    return text, (
+        "Gradients are those of the recomputation. If gathered parameters and inputs were looked at as well "
+        '(fingerprint="all") and are the same: an operator is not deterministic (torch.use_deterministic_algorithms(True)), '
+        "draws random numbers, or depends on state that is not looked at."
     )
 
 

@@ -21,6 +21,7 @@ from fsdptrace.checks.pending_gather import PendingGather
 from fsdptrace.checks.policy_ignored import PolicyIgnored
 from fsdptrace.checks.rank_order import RankOrder, RankStall
 from fsdptrace.checks.recompute_units import RecomputeUnits
+from fsdptrace.checks.recompute_values import RecomputeValues
 from fsdptrace.checks.repeated_gather import RepeatedGather
 from fsdptrace.checks.saved_tensors import SavedTensorCount, SavedTensorMetadata
 from fsdptrace.checks.stale_weights import StaleWeights
@@ -38,7 +39,7 @@ _ALL: tuple[type[Rule], ...] = (
     StaleWeights, PolicyIgnored, IllegalState, LostPreBackward, UncleanStart, WrongRoot, OutsideForward,
     MissingReduction, FlagsAtStep, OptimizerOwnsTemporary, WriteToTemporary, UncoveredParameter,
     MixedDtypeUnit, SplitTie, InferenceBuffer, CommDtype, OrderChanged, ExposedCommunication,
-    SavedTensorCount, SavedTensorMetadata, RecomputeUnits,
+    SavedTensorCount, SavedTensorMetadata, RecomputeUnits, RecomputeValues,
     RankOrder, RankStall,
 )  # fmt: skip
 RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in _ALL}
