@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdptrace
 from fsdptrace import disk, drain, files, last_words
+from fsdptrace.analysis.postmortem import postmortem
 from support.models import fake_mesh, sharded_chain, train
 from support.ranks import run_alone, run_to_the_end
 
@@ -161,6 +162,7 @@ def test_somebody_elses_pipe(tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
+from fsdptrace.analysis.postmortem import postmortem
 from support.models import fake_mesh, sharded_chain, train
 import fsdptrace, torch
 model = sharded_chain(fake_mesh(), 2)
@@ -274,3 +276,31 @@ def test_killed_at_random_moments() -> None:
     for line, flush in ((none, "none"), (collective, "collective")):
         assert line.startswith(f"flush={flush}: 2 kills; read: 2; steps in the files ")
         assert line.endswith("newest event before the last collective missing: 0")
+
+
+# -- restarted ---------------------------------------------------------------------------------------------------------
+def restarted(out: str, attempt: int) -> None:
+    """What torchrun starts again after a failure: the same run, another attempt."""
+    os.environ.update(TORCHELASTIC_RUN_ID="job7", TORCHELASTIC_RESTART_COUNT=str(attempt))
+    model = sharded_chain(fake_mesh(), 1)
+    with fsdptrace.record(model, out=out) as rec:
+        for _ in range(1 + attempt):
+            train(model)
+            rec.step()
+        rec.flush()
+        if not attempt:
+            os.kill(os.getpid(), signal.SIGKILL)
+    rec.close()
+
+
+def test_attempts_are_told_apart(tmp_path: Path) -> None:
+    codes = [run_alone(restarted, str(tmp_path), attempt)[0] for attempt in (0, 1)]
+    assert codes == [-signal.SIGKILL, 0]
+    assert len(list(tmp_path.glob("job7/*.jsonl"))) == 2
+    second = postmortem(tmp_path)
+    assert (second.run, second.others) == ("job7:1", ["job7"])
+    assert [(rank.step, rank.end) for rank in second.ranks] == [(1, "ended in order")]
+    for path in tmp_path.glob("job7/*.jsonl"):
+        os.utime(path, (time.time() - 60,) * 2)
+    first = postmortem(tmp_path, "job7:0")
+    assert [(rank.step, rank.end) for rank in first.ranks] == [(0, "ended by SIGKILL, abort() or without a word")]
