@@ -58,7 +58,7 @@ def make(folder: Path, ranks: int, events: int) -> int:
         written += maker.seq
         lines.append({"kind": "end", "events": maker.seq, "dropped": 0, "violations": 0, "t": maker.now})
         path = folder / "bench" / f"rank{rank:05d}.node-{100 + rank}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     return written
 
 

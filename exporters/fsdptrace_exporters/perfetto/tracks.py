@@ -56,6 +56,7 @@ class RankTracks:
     counts: Counts = field(default_factory=Counts)
     _tracks: dict[tuple[str, str, int], int] = field(default_factory=dict)
     _known: dict[tuple[int, ...], Template] = field(default_factory=dict)
+    _templates: dict[tuple[Value, ...], Template] = field(default_factory=dict)
     _times: ProcessTimes = field(init=False)
     _steps: list[Slice] = field(default_factory=list)
     _shown: set[tuple[int, int]] = field(default_factory=set)
@@ -162,31 +163,38 @@ class RankTracks:
         names = {group.id: show_name(group.fqn) for group in times.map.groups}
         of_group: dict[int, list[Slice]] = {}
         pending: list[Slice] = []
+        offset = self.offset
         for hold in times.holds:
-            of_group.setdefault(hold.group, []).append(self._hold(times.map, hold))
+            of_group.setdefault(hold.group, []).append(
+                Slice(hold.t0 + offset, hold.t1 + offset, self._hold(names, hold), hold.seq or None)
+            )
             if hold.ready and hold.seq:
-                what = Template(f"all-gather {names[hold.group]}", "collective", {"bytes": hold.bytes})
-                pending.append(Slice(hold.t0 + self.offset, hold.ready + self.offset, what, hold.seq))
+                what = self._named(f"all-gather {names[hold.group]}", "collective", bytes=hold.bytes)
+                pending.append(Slice(hold.t0 + offset, hold.ready + offset, what, hold.seq))
         for use in times.uses:
             pass_ = ev.PASSES[use.pass_]
-            what = Template(f"computing ({pass_})", pass_)
-            of_group.setdefault(use.group, []).append(Slice(use.t0 + self.offset, use.t1 + self.offset, what, use.seq))
+            what = self._named(f"computing ({pass_})", pass_)
+            of_group.setdefault(use.group, []).append(Slice(use.t0 + offset, use.t1 + offset, what, use.seq))
         several = f" of {times.map.root} (model {model})" if len(self._times.models) > 1 else ""
         self._put("", f"all-gathers from issue to use{several}", _COLLECTIVES, pending)
         for group in times.map.groups:
             if group.id in of_group:
                 self._put(f"units{several}", show_name(group.fqn), _UNITS + group.id, of_group[group.id])
 
-    def _hold(self, model: ModelMap, hold: Hold) -> Slice:
+    def _hold(self, names: Mapping[int, str], hold: Hold) -> Template:
         args: dict[str, Value] = {"bytes": hold.bytes, "used": "yes" if hold.used else "no", "freed by": ENDS[hold.end]}
         if hold.issuer >= 0:
-            args["asked for by"] = show_name(model.fqn(hold.issuer))
-        if hold.ready:
-            args["issue to use, ns"] = hold.ready - hold.t0
+            args["asked for by"] = names[hold.issuer]
         name = "gathered" if hold.used or hold.end == ENDS.index("open") else "gathered, never used"
-        return Slice(
-            hold.t0 + self.offset, hold.t1 + self.offset, Template(name, ev.PASSES[hold.pass_], args), hold.seq or None
-        )
+        return self._named(name, ev.PASSES[hold.pass_], **args)
+
+    def _named(self, name: str, category: str, **args: Value) -> Template:
+        """One template for all slices that say the same."""
+        key = (name, category, *args.values())
+        known = self._templates.get(key)
+        if known is None:
+            known = self._templates[key] = Template(name, category, args)
+        return known
 
     def _bytes(self) -> None:
         for place, (model, times) in enumerate(sorted(self._times.models.items())):

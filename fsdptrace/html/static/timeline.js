@@ -46,7 +46,8 @@ class Timeline {
     const add = (row, height) => { rows.push({ ...row, y, height }); y += height; };
     this.processes.forEach((process, p) => {
       add({ type: "rank", p, lane: -1 }, RANK_ROW);
-      if (this.folded.has(p)) return;
+      // Only those that were found: side by side, from every rank.
+      if (this.folded.has(p) && !(this.only && this.query)) return;
       process.lanes.forEach((info, lane) => {
         const matched = this.matches(process, lane);
         if (this.only && this.query && !matched) return;
