@@ -324,6 +324,22 @@ def test_merge_says_what_it_wrote(tmp_path: Path) -> None:
     assert list(tmp_path.glob(".t*")) == []
 
 
+def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line of docs/viewing.md that starts with the command, as it is printed; `view`, which goes on, has its own test."""
+    text = (Path(__file__).parents[2] / "docs" / "viewing.md").read_text()
+    commands = [line.split()[1:] for line in text.splitlines() if line.startswith("fsdptrace ")]
+    assert {command[0] for command in commands} == {"report", "view", "merge", "top"}
+    monkeypatch.chdir(tmp_path)
+    run(tmp_path / "traces", steps=1)
+    profile_of(tmp_path)
+    for command in commands:
+        if command[0] != "view":
+            result = call(*command)
+            assert result.exit_code == 0, result.output
+    assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert (tmp_path / "trace.pftrace").stat().st_size > 2_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
