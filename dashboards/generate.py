@@ -144,7 +144,7 @@ def overview() -> dashboard.Dashboard:
     for panel in (
         figure("Ranks", "short", "Ranks that report", f"count(count by (dl_rank) (fsdp_step{{{RUN}}}))"),
         figure("Step", "short", "Newest finished step", f"max(fsdp_step{{{RUN}}})"),
-        figure("Slowest rank is behind by", "short", "Steps between the first rank and the last one",
+        figure("Ranks apart by", "short", "Steps between the first rank and the last one",
                f"max(fsdp_step{{{RUN}}}) - min(fsdp_step{{{RUN}}})", 1),
         figure("Last event", "s", "Time since the quietest rank did anything", f"max(fsdp_last_event_age_seconds{{{RUN}}})", 300),
         figure("Errors", "short", "Violations of severity error",

@@ -97,7 +97,7 @@ class Exporter:
         command += [f"--to={name}" for name in self._options.exporters]
         ranks = self._options.detail_ranks
         if ranks is not None:
-            command.append(f"--detail-ranks={ranks if isinstance(ranks, str) else ','.join(map(str, ranks))}")
+            command.append(f"--detail-ranks={ranks if isinstance(ranks, str) else ','.join(map(str, ranks)) or 'none'}")
         return [*command, "--remove"] if self._remove else command
 
     def _log(self) -> Any:

@@ -17,6 +17,8 @@ _OFF = ("0", "false", "off", "no")
 _OURS = (
     "FSDPTRACE_JOBS",
     "FSDPTRACE_TALLY",
+    "FSDPTRACE_METRIC_MODULES",
+    "FSDPTRACE_DEBUG",
 )  # of the command, not of a recording
 
 
@@ -310,6 +312,8 @@ def _names(text: str) -> tuple[str, ...]:
 def _ranks(text: str) -> tuple[int, ...] | str:
     if text == "all":
         return text
+    if text == "none":
+        return ()
     return tuple(int(part) for part in _names(text))
 
 

@@ -192,3 +192,36 @@ def test_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(resolve())
     assert session.identity.attempt == 1
     session.close()
+
+
+def test_what_only_exporters_read_is_no_slip(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdptrace.options import unknown_variables
+
+    assert unknown_variables({"FSDPTRACE_METRIC_MODULES": "1", "FSDPTRACE_DETAIL_RANKS": "0", "FSDPTRACE_DEBUG": "1"}) == []
+
+
+@pytest.mark.parametrize(("given", "ranks"), [(3, (3,)), ([0, 8], (0, 8)), (range(2), (0, 1)), ("all", "all")])
+def test_detail_ranks(given: object, ranks: object) -> None:
+    from fsdptrace.options import resolve
+
+    assert resolve(detail_ranks=given).detail_ranks == ranks
+
+
+@pytest.mark.parametrize("given", [(-1,), ("x",), (1.5,)])
+def test_bad_detail_ranks(given: object) -> None:
+    from fsdptrace.options import resolve
+
+    with pytest.raises(ValueError, match="is neither 'all' nor some ranks"):
+        resolve(detail_ranks=given)
+
+
+def test_detail_ranks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdptrace.options import resolve
+
+    monkeypatch.setenv("FSDPTRACE_DETAIL_RANKS", "0,8")
+    assert resolve().detail_ranks == (0, 8)
+    monkeypatch.setenv("FSDPTRACE_DETAIL_RANKS", "none")
+    assert resolve().detail_ranks == ()
+    monkeypatch.setenv("FSDPTRACE_DETAIL_RANKS", "few")
+    with pytest.raises(ValueError, match="FSDPTRACE_DETAIL_RANKS='few'"):
+        resolve()

@@ -31,7 +31,10 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "fsdp.communication.io": ("By", "Bytes received by collectives of FSDP2"),
     "fsdp.communication.exposed": ("s", "Device time for which compute waited for collectives, of steps that were timed"),
     "fsdp.violations": ("{violation}", "Rules broken"),
-    "fsdptrace.overhead": ("s", "CPU time of fsdptrace's own threads and of its exporter"),
+    "fsdptrace.overhead": (
+        "s",
+        "CPU time of fsdptrace's own threads, and of its exporter (one per node, the same on all ranks of it)",
+    ),
     "fsdptrace.dropped": ("{event}", "Events lost: not in memory, not in the files, or refused by the back end"),
 }
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
