@@ -233,6 +233,7 @@ class Recorded:
         if recording is None:
             return
         recording.violation_count += 1
+        recording.alarm_count += violation.severity != "info"
         if len(recording.violations) < KEPT_VIOLATIONS:
             recording.violations.append(violation)
         options = recording.options

@@ -53,7 +53,7 @@ class Recording:
         options: the options in force.
         enabled: False under ``FSDPTRACE=0`` and after a fault of the tracer turned recording off.
         violations: the first 1,000 violations of this recording, in order; the file has all of them.
-        violation_count: how many there were.
+        violation_count: how many there were, ``alarm_count`` those of severity ``error`` or ``warning``.
         faults: faults of the tracer's own.
     """
 
@@ -62,6 +62,7 @@ class Recording:
         self.enabled = options.enabled
         self.violations: list[Violation] = []
         self.violation_count = 0
+        self.alarm_count = 0
         self.faults = 0
         self._models = list(models)
         self._references = [weakref.ref(model) for model in models]
@@ -251,7 +252,7 @@ class Recording:
         if last is None:
             return {}
         dropped = self._session.ring.dropped if self._session is not None else 0
-        return steps_module.scalars(last, self.violation_count, dropped)
+        return steps_module.scalars(last, self.alarm_count, dropped)
 
     def model_map(self, index: int = 0) -> Any:
         """The :class:`~fsdptrace.model_map.ModelMap` of recorded model ``index``."""

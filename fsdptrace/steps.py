@@ -64,7 +64,7 @@ class Step:
 
 
 def scalars(step: Step, violations: int, dropped: int) -> dict[str, float]:
-    """At most 12 floats of ``step``, named as metrics are."""
+    """At most 12 floats of ``step``, named as metrics are; ``violations`` are those that somebody should look at."""
     summary = step.summary()
     rows = summary.groups
     return {

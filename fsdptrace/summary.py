@@ -13,6 +13,7 @@ from fsdptrace.model_map import ModelMap
 _PRE = (ev.PRE_FORWARD, ev.PRE_BACKWARD)
 _HOOKS = (*_PRE, ev.POST_FORWARD, ev.POST_BACKWARD)
 _MANUAL = ev.MODES.index("manual")
+_IN_FORWARD = ev.TRAINING_STATES.index("forward")
 
 
 @dataclass(slots=True)
@@ -176,7 +177,7 @@ class Summariser:
             elif kind in _HOOKS:
                 self._hooks += 1
                 if kind in _PRE:
-                    self._use(rows[group], kind, context % 4)
+                    self._use(rows[group], kind, context % 4, a)
             elif kind in (ev.RESHARD, ev.DISCARD):
                 self._free(group, t0, kind == ev.DISCARD)
             elif kind in (ev.REDUCE_SCATTER, ev.ALL_REDUCE):
@@ -232,10 +233,10 @@ class Summariser:
         entry.bytes += size
         entry.wire_bytes += wire
 
-    def _use(self, row: GroupSummary, kind: int, pass_: int) -> None:
+    def _use(self, row: GroupSummary, kind: int, pass_: int, before: int) -> None:
         if kind == ev.PRE_BACKWARD:
             row.backwards += 1
-        elif pass_ != ev.PASS_RECOMPUTE:
+        elif pass_ != ev.PASS_RECOMPUTE and before != _IN_FORWARD:  # in it already: another module of a grouped unit
             row.forwards += 1
         copy = self._copies.get(row.group)
         if copy is not None and not copy.used:

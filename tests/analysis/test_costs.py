@@ -104,6 +104,25 @@ def test_a_root_that_stays_open_by_default(tmp_path: Path) -> None:
         assert load(tmp_path).models[0].traffic.rows[0].expected_calls == calls
 
 
+def test_a_unit_of_two_modules_is_used_once(tmp_path: Path) -> None:
+    """The hooks of both modules of a grouped unit run in one forward of it (as in Accelerate, which wraps the last norm and the
+    head together): one gather by the form, and none for the backward, since it stays open."""
+    line = by_hand.model({"norm": 800})
+    line["groups"][0].update(modules=["norm", "head"], reshard_after_forward=False, post_forward_world=1)
+    made = Made(0, 2)
+    made.lines[1] = json.dumps(line)
+    made.unshard(0, 800, "forward")
+    made.event("pre_forward", 0, **FORWARD)
+    made.event("unshard", 0, bytes=0, noop="open", **FORWARD)
+    made.event("pre_forward", 0, before="forward", **FORWARD)
+    made.event("pre_backward", 0, **BACKWARD)
+    made.end_step(800)
+    made.end()
+    made.write(tmp_path)
+    traffic = load(tmp_path).models[0].traffic
+    assert (traffic.rows[0].calls, traffic.rows[0].expected_calls) == (1, 1)
+
+
 def test_gathers_again_and_gradients_held_back(tmp_path: Path) -> None:
     """Two micro-batches; in each backward the recomputation gathers, frees, and the backward gathers again; the first one's
     gradients are not reduced. The form has 4 gathers and 2 reductions."""
