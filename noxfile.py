@@ -1,5 +1,5 @@
-"""Sessions: ``lint``, ``types``, ``tests``, ``tests_engines``, ``servers`` with real back ends, ``tests_otel`` over releases of
-OpenTelemetry, and ``tests_torch`` over real torch releases.
+"""Sessions: ``lint``, ``types``, ``tests``, ``tests_engines``, ``stacks`` with frameworks, ``servers`` with real back ends,
+``tests_otel`` over releases of OpenTelemetry, and ``tests_torch`` over real torch releases.
 
 ``nox`` runs the first three. ``nox -s tests_torch`` runs the core of the tests once per torch release, each in an
 environment of its own, one after the other; one of them is ``nox -s "tests_torch(torch='2.7.1')"``. The default
@@ -61,6 +61,14 @@ CORE = [
 ]  # fmt: skip
 """What each release must pass: events and rules worked out by hand, the leak as the release has it, hints, two real
 ranks, removal without a trace, and zero code."""
+
+
+@nox.session
+def stacks(session: nox.Session) -> None:
+    """The recipes of docs/integrations.md with the frameworks themselves: about a GB of packages."""
+    session.install(*PINNED, "-e", ".[cli,test]", "accelerate", "transformers", "lightning", "ray")
+    session.install(*PINNED, "wandb", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic")
+    session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
 
 
 @nox.session
