@@ -124,6 +124,7 @@ def one(name: str, exporter: str, disturb: Callable[[Any, Any], None] | None) ->
 
         class Noting(list):  # type: ignore[type-arg]
             def append(self, request: Any) -> None:
+                super().append(None)
                 now = time.time_ns()
                 for resource in request.resource_spans:
                     for scope in resource.scope_spans:

@@ -306,7 +306,7 @@ class Export:
             # A trainer that is there counts as soon as one worker has found it.
             working = [worker for worker in self.workers if worker.is_alive()]
             now = time.monotonic()
-            if any(not follower.ended for worker in working for follower in _followers(worker)):
+            if any(_runs(follower) for worker in working for follower in _followers(worker)):
                 idle_since = now
             quiet = now - idle_since
             linger = max((worker.sink.linger for worker in working), default=0.0)
@@ -344,6 +344,11 @@ class Export:
             return
         if done:
             _unlink_empty(self._folder)
+
+
+def _runs(follower: Follower) -> bool:
+    """Whether its process runs, as far as one knows without reading on: a sink that waits for its back end reads nothing."""
+    return not follower.ended and (follower.lives(here()) or time.monotonic() - follower.grew < 10)
 
 
 def _followers(worker: Worker) -> list[Follower]:

@@ -21,9 +21,9 @@ from support.servers import Receiver, receiver, rotel, until, values
 class Growing:
     """A file of a process that lives (this one), a step at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pid: int = 0) -> None:
         now = time.time_ns()
-        self.made = Made(0, 1, "run", host=_here(), pid=os.getpid(), clock={"perf_counter_ns": 0, "unix_ns": now})
+        self.made = Made(0, 1, "run", host=_here(), pid=pid or os.getpid(), clock={"perf_counter_ns": 0, "unix_ns": now})
         self.path = self.made.write(folder)
         self._written = len(self.made.lines)
 
@@ -241,6 +241,22 @@ def test_told_to_stop_it_stops_in_time(tmp_path: Path) -> None:
             env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         assert "0 steps delivered; 1 processes were delivered before" in again.stderr
+
+
+def test_it_ends_soon_after_its_trainer_whatever_the_back_end_does(tmp_path: Path) -> None:
+    """Nothing was delivered and nobody listens: it is gone some seconds after the process, and the files are still there."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    trace = Growing(tmp_path / "out", child.pid)
+    trace.steps(2)
+    trace.end()
+    with receiver() as sink:
+        sink.status = 503
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": sink.url, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+        with exporting(tmp_path, **environment) as exporter:
+            exporter.process.wait(60)
+        assert exporter.says("not everything is delivered; the rest goes out with: fsdptrace export")
+        assert trace.path.exists()
 
 
 @pytest.mark.parametrize("rotated", [False, True])
