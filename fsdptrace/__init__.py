@@ -11,6 +11,7 @@ TYPE_CHECKING = False  # as typing has it, whose import alone would cost every p
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.compat import UnsupportedTorch
+    from fsdptrace.adapters.diagnose import Diagnosis, diagnose
     from fsdptrace.analysis.tables import load
     from fsdptrace.checks.base import InvariantViolation, Rule, Violation
     from fsdptrace.events import Event
@@ -26,12 +27,13 @@ _PLACES = {
     "Violation": "checks.base", "InvariantViolation": "checks.base", "Rule": "checks.base", "Event": "events",
     "Step": "steps", "Summary": "summary", "ModelMap": "model_map", "GroupInfo": "model_map",
     "UnsupportedTorch": "adapters.compat", "load": "analysis.tables", "Inspection": "inspection",
-    "inspect": "inspection",
+    "inspect": "inspection", "Diagnosis": "adapters.diagnose", "diagnose": "adapters.diagnose",
 }  # fmt: skip
 
 __all__ = [
-    "AlreadyRecorded", "Event", "GroupInfo", "Inspection", "InvariantViolation", "ModelMap", "Options", "Recording", "Rule",
-    "Step", "Summary", "UnsupportedTorch", "Violation", "__version__", "inspect", "load", "record",
+    "AlreadyRecorded", "Diagnosis", "Event", "GroupInfo", "Inspection", "InvariantViolation", "ModelMap", "Options",
+    "Recording", "Rule", "Step", "Summary", "UnsupportedTorch", "Violation", "__version__", "diagnose", "inspect", "load",
+    "record",
 ]  # fmt: skip
 
 

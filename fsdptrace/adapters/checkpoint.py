@@ -179,6 +179,7 @@ class CheckpointSeam:
         owner = region.owner
         try:
             if owner.active:
+                _remember(error, frame, region)
                 owner.mismatch(region, again, error, frame.x_metadatas, _recomputed_metadata(frame, gid), more)
         except Exception as fault:
             owner.context.owner.fault(fault)
@@ -263,6 +264,7 @@ def _recomputing(function: Any, region: Region) -> Callable[..., Any]:
             hooks.fault(error)
         return result
 
+    recompute.function = function  # type: ignore[attr-defined]
     return recompute
 
 
@@ -281,6 +283,7 @@ def _broke_off(region: Region, again: Any, error: BaseException) -> None:
         return
     # More tensors than in the forward, with early stop off: PyTorch raises as soon as one too many is to be saved.
     owner.recomputed(region, again, frame.recomp_counter[gid])
+    _remember(error, frame, region)
     owner.mismatch(region, again, error, frame.x_metadatas, _recomputed_metadata(frame, gid), more=True)
 
 
@@ -300,6 +303,13 @@ def _frame_that_raised(error: BaseException) -> tuple[Any, Any]:
 def _cells(function: Any) -> dict[str, CellType]:
     code = getattr(function, "__code__", None)
     return {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _remember(error: BaseException, frame: Any, region: Region) -> None:
+    """For :func:`fsdptrace.diagnose`, as long as the error lives."""
+    from fsdptrace.adapters.diagnose import remember
+
+    remember(error, frame, region, getattr(_cells(frame.recompute_fn)["fn"].cell_contents, "function", None))
 
 
 def _arguments() -> tuple[Any, Any]:
