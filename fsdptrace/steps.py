@@ -60,7 +60,7 @@ class Step:
 
     def summary(self) -> Summary:
         """Per unit and in all; see :class:`fsdptrace.summary.Summary`."""
-        return summarise(self.map, self.records)
+        return summarise(self.map, self.records, self.texts)
 
 
 def scalars(step: Step, violations: int, dropped: int) -> dict[str, float]:

@@ -74,6 +74,19 @@ class Prefetches:
 
 
 @dataclass(slots=True)
+class RegionSums:
+    """Checkpointed regions of one name: ``calls`` in forwards, tensors and bytes that they saved (where PyTorch tells), their
+    recomputations, host time in these in ns, and all-gathers that were issued in them."""
+
+    calls: int = 0
+    saved: int = 0
+    saved_bytes: int = 0
+    recomputes: int = 0
+    recompute_ns: int = 0
+    gathers: int = 0
+
+
+@dataclass(slots=True)
 class Traffic:
     """Collectives of one kind, group, world and dtype: how many, their bytes, and the bytes that this rank received."""
 
@@ -96,6 +109,7 @@ class Summary:
             ``past_backward_peak`` the most at any time of a step that ended.
         prefetches: by ``(direction, mode)``.
         traffic: by ``(kind, group, world, dtype)``, the last as numbers of :mod:`fsdptrace.events`.
+        regions: checkpointed regions by name.
         outermost: ids of the units whose forward was an outermost one.
     """
 
@@ -113,6 +127,7 @@ class Summary:
     past_backward_peak: int = 0
     prefetches: dict[tuple[str, str], Prefetches] = field(default_factory=dict)
     traffic: dict[tuple[int, int, int, int], Traffic] = field(default_factory=dict)
+    regions: dict[str, RegionSums] = field(default_factory=dict)
     outermost: set[int] = field(default_factory=set)
 
     def to_json(self) -> dict[str, Any]:
@@ -144,8 +159,10 @@ class _Copy:
 class Summariser:
     """Adds records up; feed it in order and take :meth:`result` when done."""
 
-    def __init__(self, model_map: ModelMap) -> None:
+    def __init__(self, model_map: ModelMap, texts: ev.Texts | None = None) -> None:
         self._map = model_map
+        self._texts = texts or ev.Texts()
+        self._gathered_again: list[int] = []  # numbers of gathers in a recomputation that has not ended
         self._rows = [GroupSummary(group.id, group.fqn, group.bytes) for group in model_map.groups]
         self._out = Summary(model_map.model, model_map.root, self._rows)
         self._copies: dict[int, _Copy] = {}
@@ -186,6 +203,14 @@ class Summariser:
                 if (a == 3 or b) and group not in self._copies:
                     self._copies[group] = _Copy(t0, e, True)
                     self._hold(e, seq)
+            elif kind == ev.REGION:
+                if context % 4 == ev.PASS_FORWARD:
+                    entry = self._out.regions.setdefault(self._texts.get(e), RegionSums())
+                    entry.calls += 1
+                    entry.saved += max(b, 0)
+                    entry.saved_bytes += max(c, 0)
+            elif kind == ev.RECOMPUTE:
+                self._recompute(seq, t1 - t0, e)
             elif kind == ev.FORWARD:
                 self._out.outermost.add(a)
             elif kind == ev.STEP:
@@ -200,6 +225,7 @@ class Summariser:
             row.gathers_backward += 1
         elif pass_ == ev.PASS_RECOMPUTE:
             row.gathers_recompute += 1
+            self._gathered_again.append(seq)
         else:
             row.gathers_other += 1
         copy = _Copy(t0, size, hooks=self._hooks)
@@ -214,6 +240,13 @@ class Summariser:
         self._count(ev.UNSHARD, row.group, world, dtype, size, wire)
         self._copies[row.group] = copy
         self._hold(size, seq)
+
+    def _recompute(self, seq: int, took: int, name: int) -> None:
+        entry = self._out.regions.setdefault(self._texts.get(name), RegionSums())
+        entry.recomputes += 1
+        entry.recompute_ns += took
+        entry.gathers += sum(gather > seq for gather in self._gathered_again)
+        self._gathered_again.clear()
 
     def _reduce(self, row: GroupSummary, kind: int, size: int, world: int, dtype: int) -> None:
         wire = ev.wire_bytes(kind, size, world)
@@ -288,9 +321,9 @@ class Summariser:
         return out
 
 
-def summarise(model_map: ModelMap, records: Sequence[int]) -> Summary:
-    """The summary of flat ``records`` of one model, in order of recording."""
-    summariser = Summariser(model_map)
+def summarise(model_map: ModelMap, records: Sequence[int], texts: ev.Texts | None = None) -> Summary:
+    """The summary of flat ``records`` of one model, in order of recording; ``texts`` has the strings that they refer to."""
+    summariser = Summariser(model_map, texts)
     summariser.feed(records)
     return summariser.result()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.checks.text import pattern
-from fsdptrace.summary import GroupSummary, Prefetches, Summariser, Summary, Traffic
+from fsdptrace.summary import GroupSummary, Prefetches, RegionSums, Summariser, Summary, Traffic
 
 _SUMS = tuple(
     item.name for item in fields(GroupSummary) if item.name not in ("group", "fqn", "bytes", "distance_max_ns")
@@ -82,6 +82,7 @@ class Units:
     unfinished: bool = False
     traffic: dict[tuple[int, int, int, int], Traffic] = field(default_factory=dict)
     prefetches: dict[tuple[str, str], Prefetches] = field(default_factory=dict)
+    regions: dict[str, RegionSums] = field(default_factory=dict)
     outermost: set[int] = field(default_factory=set)
 
     def add(self, summary: Summary) -> None:
@@ -96,10 +97,12 @@ class Units:
             add_fields(self.traffic.setdefault(key, Traffic()), entry)
         for name, prefetches in summary.prefetches.items():
             add_fields(self.prefetches.setdefault(name, Prefetches()), prefetches)
+        for name_of_region, region in summary.regions.items():
+            add_fields(self.regions.setdefault(name_of_region, RegionSums()), region)
         self.outermost |= summary.outermost
 
 
-T = TypeVar("T", Traffic, Prefetches)
+T = TypeVar("T", Traffic, Prefetches, RegionSums)
 
 
 def add_fields(into: T, other: T) -> None:
@@ -139,7 +142,7 @@ class UnitSums:
         summariser = self._running.get(number) if part.contiguous else None
         if summariser is None:
             self._close(number, units)
-            summariser = self._running[number] = Summariser(part.map)
+            summariser = self._running[number] = Summariser(part.map, part.texts)
         summariser.feed(part.records)
         units.steps += 1
         self._peak(units, part, summariser)
@@ -152,7 +155,7 @@ class UnitSums:
             if part.line.unsharded_peak > units.peak.bytes:
                 units.peak = Peak(part.line.unsharded_peak, self.rank, part.step)
             return
-        summariser = summariser or Summariser(part.map)
+        summariser = summariser or Summariser(part.map, part.texts)
         summariser.feed(part.records)
         result = summariser.result()
         units.now = result.unsharded_bytes

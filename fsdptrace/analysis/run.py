@@ -18,7 +18,7 @@ from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find
 from fsdptrace.analysis.steplines import StepLine
 from fsdptrace.analysis.traffic import Traffic, traffic
 from fsdptrace.model_map import ModelMap
-from fsdptrace.summary import Prefetches
+from fsdptrace.summary import Prefetches, RegionSums
 
 SCHEMA = "fsdptrace-report/1"
 KEPT_VIOLATIONS = 1000  # per process, as they were written; findings are of all of them
@@ -38,6 +38,7 @@ class ModelReport:
         past_backward_peak: largest ``past_backward_peak`` of any step: held at one time although the backward was over.
         traffic: bytes on the wire beside the closed form; ``prefetches`` by direction and mode, summed over steps and ranks.
         device: what the device did in timed steps, summed over ranks; empty without device timing.
+        regions: checkpointed regions by name, summed over steps and ranks.
     """
 
     model: int
@@ -53,6 +54,7 @@ class ModelReport:
     traffic: Traffic
     prefetches: dict[tuple[str, str], Prefetches]
     device: DeviceSums = field(default_factory=DeviceSums)
+    regions: dict[str, RegionSums] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -65,6 +67,7 @@ class ModelReport:
             "prefetches": [
                 {"direction": direction, "mode": mode, **asdict(entry)} for (direction, mode), entry in self.prefetches.items()
             ],
+            "regions": [{"name": name, **asdict(entry)} for name, entry in self.regions.items()],
             "device": self.device.to_json(self.map) if self.device.units else None,
             "uncovered_parameters": list(self.map.uncovered), "units": [row.to_json() for row in self.rows],
         }  # fmt: skip
@@ -235,6 +238,10 @@ def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[M
         for item in used:
             for name, entry in item.prefetches.items():
                 add_fields(prefetches.setdefault(name, Prefetches()), entry)
+        regions: dict[str, RegionSums] = {}
+        for item in used:
+            for called, region in item.regions.items():
+                add_fields(regions.setdefault(called, RegionSums()), region)
         made.append(
             ModelReport(
                 number, root, maps[number, root], rows, sum(item.steps for item in used), used is not finished,
@@ -242,6 +249,7 @@ def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[M
                 max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
                 max(item.past_backward_peak for item in of_ranks),
                 traffic(maps[number, root], rows, used), dict(sorted(prefetches.items())), device[number, root],
+                regions,
             )
         )  # fmt: skip
     return made

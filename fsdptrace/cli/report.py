@@ -23,6 +23,7 @@ def show(screen: Screen, run: Run, every: bool = False, steps: bool = False) -> 
         memory(screen, model)
         sections.communication(screen, model, every)
         sections.prefetches(screen, model)
+        sections.regions(screen, model, every)
         device.show(screen, model, every)
     sections.ranks(screen, run, every)
     if steps:

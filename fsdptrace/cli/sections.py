@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from fsdptrace.analysis import ModelReport, Run
 from fsdptrace.analysis.ranks import RankRow, Ranks, Slowest
+from fsdptrace.analysis.rows import add_fields
 from fsdptrace.analysis.traffic import Difference
 from fsdptrace.checks.text import count, pattern, size
 from fsdptrace.cli.output import Column, Screen, clean, duration, name, number
+from fsdptrace.summary import RegionSums
 
 MANY_RANKS = 16  # of more ranks, only those that come last most often are shown
 SHOWN = 8
@@ -94,6 +96,31 @@ def prefetches(screen: Screen, model: ModelReport) -> None:
         screen.prose(
             "(late: no other unit's hook between issue and wait, so there was nothing to hide the gather behind)", style="dim"
         )
+
+
+def regions(screen: Screen, model: ModelReport, every: bool) -> None:
+    """Checkpointed regions: what they save, and what their recomputation costs."""
+    if not model.regions or not model.steps:
+        return
+    rows: dict[str, RegionSums] = {}
+    for called, entry in model.regions.items():
+        add_fields(rows.setdefault(called if every else pattern(called), RegionSums()), entry)
+    steps = model.steps
+    spent = sum(entry.recompute_ns for entry in rows.values()) / steps
+    screen.title(f"checkpointed regions, per step and rank: {duration(spent)} of host time in recomputation")
+    columns = [
+        Column("region", right=False), Column("calls"), Column("saved tensors", keep=3), Column("saved bytes"),
+        Column("recomputed"), Column("took", keep=2), Column("gathers in it", keep=1),
+    ]  # fmt: skip
+    cells = [
+        [
+            name(called), number(entry.calls / steps), number(entry.saved / steps) if entry.saved else "-",
+            size(round(entry.saved_bytes / steps)) if entry.saved_bytes else "-", number(entry.recomputes / steps),
+            duration(entry.recompute_ns / steps), number(entry.gathers / steps),
+        ]
+        for called, entry in rows.items()
+    ]  # fmt: skip
+    screen.table(columns, cells, ["" for _ in cells])
 
 
 def ranks(screen: Screen, run: Run, every: bool) -> None:
