@@ -109,3 +109,10 @@ def tests_ray(session: nox.Session) -> None:
     """Workers of a Ray cluster that was started before, reached by ``runtime_env``; nightly: Ray is large, slow to start."""
     session.install(*PINNED, "-e", ".[cli,test]", "ray")
     session.run("python", "-m", "pytest", "tests/test_ray.py", *session.posargs)
+
+
+@nox.session
+def tests_transformers(session: nox.Session) -> None:
+    """transformers' own models under recording."""
+    session.install(*PINNED, "-e", ".[cli,test]", "transformers>=4.57")
+    session.run("python", "-m", "pytest", "tests/recompute/test_transformers.py", *session.posargs)
