@@ -18,8 +18,9 @@ transformers = pytest.importorskip("transformers")
 def test_qwen3_moe(fake_pg: Any, record: Any, reentrant: bool) -> None:
     mesh = fake_pg(2)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, num_experts=128, num_experts_per_tok=8, max_position_embeddings=64, use_cache=False,
+        vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=128, num_experts_per_tok=8,
+        max_position_embeddings=64, use_cache=False,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
