@@ -314,7 +314,7 @@ def rules() -> dict[str, Any]:
                           "{{ $value | humanize1024 }}B gathered past their backward",
                           "Nobody will use these parameters before they change. The units: fsdptrace report."),
                     alert("FSDPRankBehind",
-                          "fsdptrace:step:median - on (fsdptrace_run_id) group_right "
+                          "quantile by (fsdptrace_run_id) (0.5, fsdp_step) - on (fsdptrace_run_id) group_right "
                           f"max by ({BY_RANK}) (fsdp_step) >= 1", "warning",
                           "rank {{ $labels.dl_rank }} of {{ $labels.fsdptrace_run_id }} is {{ $value }} steps behind the median",
                           "Slow, or on its way to a hang of all ranks.", "2m"),
