@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.text import count, size
 
+_MANUAL = ev.MODES.index("manual")
 _USUAL = 2  # one for a forward, one for its backward
 
 
@@ -31,12 +33,14 @@ class RepeatedGather(Rule):
         "2.8 and newer, `unit.set_reshard_after_forward(False)`; before the last chunk set the first two back to True."
     )
     silent: ClassVar[str] = (
-        "micro-batches through the whole model, a unit used several times within one forward, a model whose only unit it is"
+        "micro-batches through the whole model, a unit used several times within one forward, a model whose only unit it is, "
+        "gathers that you call for yourself (`unit.unshard()` around the loop, as torchtitan's chunked loss has it)"
     )
     cost: ClassVar[str] = "a few comparisons per gather and outermost forward"
 
     def configure(self, options: Any) -> None:
         self._run: list[int] = []  # gathers of one group, with none by another group's own hook in between
+        self._by_hand = 0  # those of them that the user called for: a loop of the user's own making
         self._calls = 0  # outermost forwards of its own unit in that row
         self._last = -1
         self._worst: dict[int, tuple[list[int], int]] = {}
@@ -51,6 +55,7 @@ class RepeatedGather(Rule):
             self._last = group
         if not e % 4:
             self._run.append(seq)
+            self._by_hand += e // ev.MODE_UNIT == _MANUAL
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         unit = self.tracker.map.units[a]
@@ -75,11 +80,11 @@ class RepeatedGather(Rule):
         self._covered.clear()
 
     def _close(self) -> None:
-        if self._last >= 0 and len(self._run) > _USUAL and self._calls > 1:
+        if self._last >= 0 and len(self._run) - self._by_hand > _USUAL and self._calls > 1:
             gathers, calls = self._worst.get(self._last, ([], 0))
             self._worst[self._last] = (gathers + self._run, calls + self._calls)
         self._run = []
-        self._calls = 0
+        self._calls = self._by_hand = 0
         self._last = -1
 
     def _say(self, group: int, seqs: list[int], calls: int) -> None:

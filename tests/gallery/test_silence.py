@@ -706,6 +706,36 @@ def chunked_loss_of_a_grouped_unit(mesh: Any) -> Any:
 
 
 @legal()
+def chunked_loss_of_a_grouped_unit_held_by_hand(mesh: Any) -> Any:
+    # torchtitan's ChunkedLossWrapper: the head shares its unit with the norm before it, is gathered by hand for the chunks and
+    # freed after them; the norm's own backward gathers the unit a third time.
+    model = Calls(lambda self, x: self.norm(self.trunk(x)), trunk=Block(DIM), norm=nn.LayerNorm(DIM), head=nn.Linear(DIM, 20))
+    fully_shard(model.trunk, mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def switch(on: bool) -> None:
+        model.head.set_requires_gradient_sync(on)
+        model.head.set_reshard_after_backward(on)
+        model.head.set_reshard_after_forward(on)
+
+    def loss() -> None:
+        hidden = model(data(8))
+        leaf = hidden.detach().requires_grad_()
+        switch(False)
+        model.head.unshard()
+        for number, chunk in enumerate(leaf.chunk(4)):
+            if number == 3:
+                model.head.set_requires_gradient_sync(True)
+            model.head(chunk).square().mean().backward()
+        model.head.reshard()
+        switch(True)
+        hidden.backward(leaf.grad)
+
+    return trained(model, loss)
+
+
+@legal()
 def two_chunks(mesh: Any) -> Any:
     # The head inside the forward, chunk by chunk with one backward: a unit used several times.
     model = Calls(lambda self, x: torch.cat([self.head(c) for c in self.trunk(x).chunk(2)]), trunk=linear(), head=linear())
