@@ -321,11 +321,11 @@ class Drain:
             return
         try:
             self._announced += 1
-            self._flush(model, entered, which)
+            self._flush(model, entered, which, all_detail=False)
         finally:
             self._turn.release()
 
-    def _flush(self, model: int, entered: int, which: int) -> None:
+    def _flush(self, model: int, entered: int, which: int, all_detail: bool = True) -> None:
         session = self._session
         with self.lock:
             session.ring.pump()
@@ -337,7 +337,10 @@ class Drain:
             for step in finished:
                 self._finish(step, 0.0)
             for step in session.ring.running.values():
-                self._write(step, 0.0)
+                if all_detail or self.wanted(step):
+                    self._write(step, 0.0)
+                else:  # read if the process dies now, gone when the step ends well
+                    self._write_tail(step, 0.0)
             if entered and session.writer is not None:
                 what = collective(model, entered, which)
                 what = {"kind": "entered", "t": time.perf_counter_ns(), "what": what.pop("kind"), **what}
