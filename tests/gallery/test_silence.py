@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -1509,6 +1512,67 @@ def backward_for_some_inputs(mesh: Any) -> Any:
         model(data()).square().mean().backward()
 
     return trained(model, loss)
+
+
+@legal(shape=(1,))
+def saved_and_loaded_with_dcp(mesh: Any) -> Any:
+    # torch.distributed.checkpoint between steps, after an eval pass that left the root open; on one rank, since the shards of a
+    # fake group do not add up to a whole checkpoint.
+    model = with_root(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = StateDictOptions()
+
+    def run() -> None:
+        model(ids()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with evaluating(model):
+            model(ids())
+        model.reshard()
+        with tempfile.TemporaryDirectory() as folder:
+            state = dict(zip(("model", "optim"), get_state_dict(model, optimizer, options=options), strict=True))
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+            dcp.load(state, checkpoint_id=folder, no_dist=True)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
+
+    return [model], run
+
+
+@legal()
+def a_trainer_by_reinforcement(mesh: Any) -> Any:
+    # Actor, critic and a frozen reference in one process: rollouts and log-probabilities without grad, the reference off to the
+    # CPU and back, the actor's whole weights handed out, two optimizers with several steps an iteration.
+    actor, critic, reference = with_root(mesh), with_root(mesh), with_root(mesh)
+    reference.requires_grad_(False)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (actor, critic)]
+
+    def run() -> None:
+        prompts = ids()
+        with torch.no_grad():
+            actor.eval()
+            for _ in range(3):
+                actor(prompts)
+            actor.train()
+            for model in (actor, critic, reference):
+                model(prompts)
+            for model in (actor, critic, reference):
+                model.reshard()
+        reference.to("cpu")
+        for _ in range(2):
+            for model, optimizer in zip((actor, critic), optimizers, strict=True):
+                for last in (False, True):
+                    model.set_requires_gradient_sync(last)
+                    model(ids()).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        get_model_state_dict(actor, options=StateDictOptions(full_state_dict=True))
+        actor.to("cpu")
+        with torch.no_grad():  # the reference follows the actor slowly
+            for mine, its in zip(reference.parameters(), actor.parameters(), strict=True):
+                mine.lerp_(its.detach(), 0.1)
+
+    return [actor, critic, reference], run
 
 
 # -- the tests ---------------------------------------------------------------------------------------------------------
