@@ -192,6 +192,19 @@ def _values() -> str:
     )
 
 
+_JUDGED = """\
+## Misses and false alarms
+
+Counted on 2026-12-01, torch 2.13. 23 programs after public bug reports, on two to four gloo ranks under `fsdptrace run`:
+none of the faults is missed by its rule; that of ranks whose reductions differ in size is named by `check` and `postmortem`
+and not while training, since gloo aborts the process in its first collective. `tests/gallery` has further ways to break
+each rule and 122 legal programs (accumulation, several forwards, several models, frozen parts, eval between steps, chunked
+losses, HSDP, prefetch lists, checkpoints, a trainer by reinforcement and so on), run as one recording and step by step: no
+miss and no false alarm is known in them. [tried.md](tried.md) has what other people's programs ran; one false alarm was
+found there (`repeated-gather` on torchtitan's chunked loss) and mended.
+"""
+
+
 def rules_page() -> str:
     """docs/rules.md."""
     rules = list(RULES.values())
@@ -204,6 +217,7 @@ def rules_page() -> str:
         "| rule | severity | broken when |\n|---|---|---|",
         *(f"| [`{rule.name}`](#{rule.name}) | {_severity(rule)} | {_cell(rule.summary)} |" for rule in rules),
         "",
+        _JUDGED,
         *(_rule(rule) for rule in rules),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
