@@ -61,5 +61,7 @@ def test_a_raise_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     assert sorted(traces) == [0, 1]
     assert len({trace.header["run_id"] for trace in traces.values()}) == 1  # agreed through the store
     found = {rank: [e["violation"]["rule"] for e in trace.events if e.kind == "violation"] for rank, trace in traces.items()}
-    assert found == {0: [], 1: ["unpaired-unshard"]}
+    assert found[1] == ["unpaired-unshard"]
+    # Rank 0 may live long enough to say that it waits for a rank that is gone.
+    assert found[0] in ([], ["rank-stall"])
     assert {e.step for e in traces[1].events if e.kind == "violation"} == {2}
