@@ -76,7 +76,7 @@ def train_until_killed(out: str, flush: str, shared: Any) -> None:
 def one(folder: Path, flush: str, delay: float) -> Outcome:
     """Starts a child, kills it ``delay`` seconds after its first step, reads what it left."""
     from fsdptrace.analysis import find_runs
-    from fsdptrace.analysis.process import read_process
+    from fsdptrace.analysis.lines import read_process
     from fsdptrace.files import find_files, read_file
 
     context = multiprocessing.get_context("forkserver")

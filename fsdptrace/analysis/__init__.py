@@ -2,7 +2,8 @@
 
 from fsdptrace.analysis.check import CheckResult, check, known_as, read_baseline
 from fsdptrace.analysis.findings import Finding, Seen
-from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.lines import read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.rows import UnitRow, by_pattern
 from fsdptrace.analysis.run import ModelReport, Run, load
 from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs

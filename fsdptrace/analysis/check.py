@@ -16,7 +16,8 @@ from fsdptrace.adapters.compat import release_of
 from fsdptrace.analysis import notes, workers
 from fsdptrace.analysis.common_order import Issued, compare
 from fsdptrace.analysis.findings import Collector, Finding
-from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.lines import read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.records import PARSE_ERRORS, parse
 from fsdptrace.analysis.sources import Problem, Source, choose, find_runs
 from fsdptrace.checks import registry

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fsdptrace import events as ev
-from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.lines import read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.checks.base import Violation
 from fsdptrace.checks.rank_order import Side, parted
 from fsdptrace.model_map import ModelMap
@@ -39,7 +40,7 @@ class _Step:
 
 @dataclass(slots=True)
 class Issued:
-    """What one rank issued, by process group, model and step. A sink for :func:`~fsdptrace.analysis.process.read_process`.
+    """What one rank issued, by process group, model and step. A sink for :func:`~fsdptrace.analysis.lines.read_process`.
 
     ``only`` keeps that step of that place and nothing else.
     """

@@ -10,8 +10,9 @@ from typing import Any
 
 from fsdptrace.analysis import workers
 from fsdptrace.analysis.findings import Collector, Finding
+from fsdptrace.analysis.lines import read_process
 from fsdptrace.analysis.prints import COUNTED, WHOLE_MODEL, Counts, Prints, StepPrint
-from fsdptrace.analysis.process import ProcessTrace, read_process
+from fsdptrace.analysis.process import ProcessTrace
 from fsdptrace.analysis.sources import Problem, Source, choose, find_runs
 from fsdptrace.checks.text import count
 from fsdptrace.model_map import GroupInfo

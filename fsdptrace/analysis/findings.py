@@ -86,7 +86,7 @@ class Collector:
         self._groups: dict[tuple[str, str, str, int, str], _Group] = {}
 
     def add(self, violations: Iterable[Mapping[str, Any]], rank: int, roots: Mapping[int, str], file: str) -> None:
-        """Violations of one process, as read by :mod:`fsdptrace.analysis.process`; ``roots`` are its models' classes."""
+        """Violations of one process, as read by :mod:`fsdptrace.analysis.lines`; ``roots`` are its models' classes."""
         for data in violations:
             model = data["model"]
             root = roots.get(model, "")

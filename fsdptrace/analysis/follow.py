@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdptrace import events as ev
-from fsdptrace.analysis.process import BAD_LINE, LineReader, ProcessTrace, RunningStep, StepPart
+from fsdptrace.analysis.lines import BAD_LINE, LineReader, RunningStep
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.records import parse
 from fsdptrace.analysis.sources import Header, Problem, Source
 from fsdptrace.analysis.steplines import StepLines

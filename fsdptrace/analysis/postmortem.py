@@ -13,7 +13,8 @@ from fsdptrace import events as ev
 from fsdptrace.analysis import notes, workers
 from fsdptrace.analysis.common_order import Difference, Issued, compare
 from fsdptrace.analysis.findings import Collector, Finding
-from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.lines import read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs
 from fsdptrace.checks.base import Violation
 from fsdptrace.places import Group, Standing, grouped, place_of

@@ -98,7 +98,7 @@ class Describer:
 
 @dataclass(slots=True)
 class Prints:
-    """A sink for :func:`~fsdptrace.analysis.process.read_process`: the prints of one process's full steps, by model and step.
+    """A sink for :func:`~fsdptrace.analysis.lines.read_process`: the prints of one process's full steps, by model and step.
 
     ``wanted`` names units of steps whose events are kept as text besides: ``(model, step, unit)``; they land in ``told`` with
     their numbers.

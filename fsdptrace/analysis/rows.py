@@ -118,7 +118,7 @@ def _add(into: GroupSummary, row: GroupSummary) -> None:
 
 
 class UnitSums:
-    """A sink for :func:`~fsdptrace.analysis.process.read_process`: sums per model of one process.
+    """A sink for :func:`~fsdptrace.analysis.lines.read_process`: sums per model of one process.
 
     Steps that were written with one line only are a gap: what was open before one is not known after it, so that sums
     start anew there; the memory figures come from the step lines, which see everything.

@@ -11,7 +11,8 @@ from typing import Any
 from fsdptrace.analysis import notes, ranks, workers
 from fsdptrace.analysis.device import DeviceSums
 from fsdptrace.analysis.findings import Collector, Finding
-from fsdptrace.analysis.process import ProcessTrace, StepPart, read_process
+from fsdptrace.analysis.lines import read_process
+from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.ranks import Arrivals, Ranks
 from fsdptrace.analysis.rows import Peak, UnitRow, Units, UnitSums, add_fields, merge, peak_json
 from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs

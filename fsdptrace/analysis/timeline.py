@@ -169,7 +169,7 @@ class ModelTimes:
 
 @dataclass(slots=True)
 class ProcessTimes:
-    """A sink for :func:`~fsdptrace.analysis.process.read_process`: the times of one process.
+    """A sink for :func:`~fsdptrace.analysis.lines.read_process`: the times of one process.
 
     Args:
         wanted: ``(model, step)`` of a step that is looked at; all where it is None.

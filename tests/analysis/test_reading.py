@@ -70,14 +70,14 @@ def test_the_short_way_reads_what_the_long_way_reads(
     lines[30] = lines[30].replace('"t0":', '"t0": ')
     path.write_text("".join(lines) + '{"seq":9999,"kind":"wai')
     taken = 0
-    slowly = fsdptrace.analysis.process.LineReader._slowly  # type: ignore[attr-defined]
+    slowly = fsdptrace.analysis.lines.LineReader._slowly  # type: ignore[attr-defined]
 
     def counted(self: Any, number: int, row: scan.Row) -> None:
         nonlocal taken
         taken += 1
         slowly(self, number, row)
 
-    monkeypatch.setattr("fsdptrace.analysis.process.LineReader._slowly", counted)
+    monkeypatch.setattr("fsdptrace.analysis.lines.LineReader._slowly", counted)
     short = _everything(path)
     assert taken < len(lines) * 0.8  # the first line of each form, and those around the collective that was entered
     taken = 0
