@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrace.analysis.process import ProcessTrace
+from fsdptrace.analysis.stages import Stage, first_difference, stages
 from fsdptrace.checks import registry
 from fsdptrace.checks.text import count
 from fsdptrace.model_map import show_name
@@ -105,7 +106,10 @@ def spans(numbers: Sequence[int], limit: int = 6) -> str:
 
 def about(processes: Sequence[ProcessTrace]) -> list[str]:
     """All that is incomplete or out of the ordinary, most important first."""
-    return [*_not_ended(processes), *missing_ranks(processes), *_apart(processes), *_exceptions(processes), *files(processes)]
+    return [
+        *_not_ended(processes), *missing_ranks(processes), *_apart(processes), *_exceptions(processes), *_stages(processes),
+        *files(processes),
+    ]  # fmt: skip
 
 
 def files(processes: Sequence[ProcessTrace]) -> list[str]:
@@ -200,6 +204,37 @@ def _apart(processes: Sequence[ProcessTrace]) -> list[str]:
         f"{ranks_text([rank for rank, at in behind.items() if at == step])} at step {step}" for step in sorted(by_step)[:4]
     ]
     return [f"ranks stand apart: {'; '.join(parts)}; the others at step {most}"]
+
+
+def _stages(processes: Sequence[ProcessTrace]) -> list[str]:
+    """Models that not all ranks have alike."""
+    lines = []
+    of: dict[tuple[int, str], list[Stage]] = {}
+    for stage in stages(processes):
+        of.setdefault((stage.map.model, stage.map.root), []).append(stage)
+    for (_, root), (first, *others) in of.items():
+        if not others:
+            continue
+        if any(other.units != first.units for other in others):
+            said = "has other units on other ranks, as stages of a pipeline do"
+            parts = [f"{ranks_text(s.ranks)}: {s.names} ({count(len(s.map.groups), 'unit')})" for s in (first, *others)]
+        else:
+            said = "is not the same on all ranks"
+            parts = [_difference(first, other) for other in others]
+        more = f"; and {len(parts) - 8} more" if len(parts) > 8 else ""
+        lines.append(f"{root} {said}, and has tables for each: {'; '.join(parts[:8])}{more}")
+    return lines
+
+
+def _difference(a: Stage, b: Stage) -> str:
+    found = first_difference(a.map, b.map)
+    if found is None:
+        return f"other modules on {ranks_text(a.ranks)} than on {ranks_text(b.ranks)}"
+    unit, name = found
+    mine, theirs = (next(getattr(g, name) for g in s.map.groups if g.fqn == unit) for s in (a, b))
+    if name == "params":
+        return f"{show_name(unit)} has other parameters on {ranks_text(b.ranks)} than on {ranks_text(a.ranks)}"
+    return f"{name} of {show_name(unit)} is {theirs} on {ranks_text(b.ranks)} and {mine} on {ranks_text(a.ranks)}"
 
 
 def _exceptions(processes: Sequence[ProcessTrace]) -> list[str]:

@@ -1,7 +1,8 @@
 """Which rank differs: time per step and in waits, and who comes last to each collective.
 
-Times are host times. A collective of one place in the order of a step is the same one on every rank that issues it; a step
-in which ranks issue different ones is left out and counted. Processes of one host share its clock; between hosts the hosts'
+Times are host times. A collective of one place in the order of a step is the same one on every rank that has the model alike
+and shares a process group with it, directly or over others; a step in which such ranks issue different ones is left out and
+counted. Processes of one host share its clock; between hosts the hosts'
 own clocks (NTP, PTP) decide how far a comparison holds.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from fsdptrace import events as ev
 from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.rows import Units
+from fsdptrace.analysis.stages import Stage, together
 from fsdptrace.analysis.timeline import clock_offsets
 from fsdptrace.analysis.traffic import COLLECTIVES
 from fsdptrace.model_map import ModelMap
@@ -117,12 +119,16 @@ def limit(ranks: int) -> int:
 
 
 def ranks(
-    processes: Sequence[ProcessTrace], units: Sequence[Mapping[int, Units]], arrivals: Sequence[Arrivals], sizes: Sequence[int]
+    processes: Sequence[ProcessTrace],
+    units: Sequence[Mapping[int, Units]],
+    arrivals: Sequence[Arrivals],
+    sizes: Sequence[int],
+    found: Sequence[Stage],
 ) -> Ranks:
-    """All of a run's processes beside each other; ``sizes`` are their files' bytes."""
+    """All of a run's processes beside each other; ``sizes`` are their files' bytes, ``found`` their models."""
     out = Ranks([_row(*item) for item in zip(processes, units, sizes, strict=True)])
     out.hosts = len({process.header.host for process in processes})
-    _compare(out, processes, arrivals)
+    _compare(out, processes, arrivals, found)
     return out
 
 
@@ -145,29 +151,34 @@ class _Sum:
     last: Counter[int] = field(default_factory=Counter)
 
 
-def _compare(out: Ranks, processes: Sequence[ProcessTrace], arrivals: Sequence[Arrivals]) -> None:
+def _compare(out: Ranks, processes: Sequence[ProcessTrace], arrivals: Sequence[Arrivals], found: Sequence[Stage]) -> None:
     offsets = clock_offsets(processes)
     sums: dict[tuple[int, int], _Sum] = {}
     behind = [0] * len(processes)
     seen = [0] * len(processes)
     maps: dict[int, ModelMap] = {}
-    for process in processes:
-        maps.update(process.models)
-    for model, step in sorted({key for item in arrivals for key in item.steps}):
-        there = [i for i, item in enumerate(arrivals) if (model, step) in item.steps]
+    places: dict[tuple[int, int, int], list[int]] = {}  # who has the step of the model, by who issues it together
+    for (place, model), part in together(processes, found).items():
+        maps[part] = processes[place].models[model]
+        for number, step in arrivals[place].steps:
+            if number == model:
+                places.setdefault((model, step, part), []).append(place)
+    compared: set[tuple[int, int]] = set()
+    different: set[tuple[int, int]] = set()
+    for (model, step, part), there in sorted(places.items()):
         if len(there) < 2:
             continue
         own = [arrivals[i].steps[model, step] for i in there]
         what = own[0][0]
         if any(other != what for other, _ in own[1:]):
-            out.different += 1
+            different.add((model, step))
             continue
-        out.steps += 1
+        compared.add((model, step))
         out.compared += len(what)
         for place, key in enumerate(what):
             times = [when[place] + offsets[i] for i, (_, when) in zip(there, own, strict=True)]
             first, last = min(times), max(times)
-            entry = sums.setdefault((model, key), _Sum())
+            entry = sums.setdefault((part, key), _Sum())
             entry.calls += 1
             entry.total += last - first
             entry.most = max(entry.most, last - first)
@@ -179,6 +190,7 @@ def _compare(out: Ranks, processes: Sequence[ProcessTrace], arrivals: Sequence[A
                 behind[i] += at - first
         for i in there:
             seen[i] += len(what)
+    out.steps, out.different = len(compared), len(different)
     for row, total, count in zip(out.rows, behind, seen, strict=True):
         row.behind_ns = total / count if count else 0.0
     out.slowest = _slowest(sums, maps, processes)
@@ -188,13 +200,14 @@ def _slowest(
     sums: Mapping[tuple[int, int], _Sum], maps: Mapping[int, ModelMap], processes: Sequence[ProcessTrace]
 ) -> list[Slowest]:
     made = []
-    for (model, key), entry in sums.items():
+    for (part, key), entry in sums.items():
+        model = maps[part]
         if not entry.last:  # all came at once
             continue
         index, times = entry.last.most_common(1)[0]
         made.append(
             Slowest(
-                COLLECTIVES[key % 32], maps[model].groups[key // 32].fqn, model, entry.calls, processes[index].rank, times,
+                COLLECTIVES[key % 32], model.groups[key // 32].fqn, model.model, entry.calls, processes[index].rank, times,
                 entry.total / entry.calls, entry.most,
             )
         )  # fmt: skip

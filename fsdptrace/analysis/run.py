@@ -16,8 +16,10 @@ from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.ranks import Arrivals, Ranks
 from fsdptrace.analysis.rows import Peak, UnitRow, Units, UnitSums, add_fields, merge, peak_json
 from fsdptrace.analysis.sources import Problem, RunSources, Source, choose, find_runs
+from fsdptrace.analysis.stages import Stage, stages
 from fsdptrace.analysis.steplines import StepLine
 from fsdptrace.analysis.traffic import Traffic, traffic
+from fsdptrace.checks.text import count
 from fsdptrace.model_map import ModelMap
 from fsdptrace.summary import Prefetches, RegionSums
 
@@ -27,7 +29,7 @@ KEPT_VIOLATIONS = 1000  # per process, as they were written; findings are of all
 
 @dataclass(slots=True)
 class ModelReport:
-    """One recorded model over all ranks.
+    """One recorded model over all ranks that have it alike.
 
     Attributes:
         model, root: its number in the process and its class.
@@ -40,6 +42,7 @@ class ModelReport:
         traffic: bytes on the wire beside the closed form; ``prefetches`` by direction and mode, summed over steps and ranks.
         device: what the device did in timed steps, summed over ranks; empty without device timing.
         regions: checkpointed regions by name, summed over steps and ranks.
+        stage: the ranks that it is of, and whether others have it in another way, as other stages of a pipeline do.
     """
 
     model: int
@@ -56,11 +59,28 @@ class ModelReport:
     prefetches: dict[tuple[str, str], Prefetches]
     device: DeviceSums = field(default_factory=DeviceSums)
     regions: dict[str, RegionSums] = field(default_factory=dict)
+    stage: Stage = field(default_factory=lambda: Stage(ModelMap(0, "", (), ())))
+
+    def called(self, several: bool) -> str:
+        """Its class, with its number where there are ``several`` models, and its ranks and units where others have it in
+        another way."""
+        number = f" (model {self.model})" if several else ""
+        if self.stage.alone:
+            return self.root + number
+        return f"{self.root}{number} on {notes.ranks_text(self.stage.ranks)} ({self.stage.names})"
+
+    @property
+    def behind(self) -> str:
+        """What its rows are of, for a reader."""
+        if self.unfinished:
+            return "of a step that did not end"
+        return f"mean of {count(self.steps, 'step')} over {'all' if self.stage.alone else 'these'} ranks"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "model": self.model, "root": self.root, "rank_steps": self.steps, "unfinished": self.unfinished,
+            "model": self.model, "root": self.root, "ranks": self.stage.ranks, "rank_steps": self.steps,
+            "unfinished": self.unfinished,
             "unsharded_bytes": self.now[0], "unsharded_bytes_rank": self.now[1],
             "past_backward_bytes": self.past_backward[0], "past_backward_bytes_rank": self.past_backward[1],
             "past_backward_peak_bytes": self.past_backward_peak, "peak": peak_json(self.peak),
@@ -104,6 +124,11 @@ class Run:
     others: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     side_by_side: Ranks = field(default_factory=lambda: Ranks([]))
+
+    @property
+    def several_models(self) -> bool:
+        """Whether a process recorded more than one model; stages of one are not meant."""
+        return len({model.model for model in self.models}) > 1
 
     @property
     def worst(self) -> str:
@@ -202,11 +227,12 @@ def read_run(
         collector.merge(item.found)
     units = [item.units for item in done]
     all_problems = [*problems, *(problem for process in processes for problem in process.problems)]
+    found = stages(processes)
     return Run(
         sources.id, sources.label, sources.attempt, _folder(sources), processes, collector.findings(),
-        _models(list(zip(processes, units, strict=True))),
+        _models(found, list(zip(processes, units, strict=True))),
         notes.basis(processes), notes.coverage(processes), notes.about(processes), list(others), all_problems,
-        ranks.ranks(processes, units, [item.arrivals for item in done], workers.sizes(sources.sources)),
+        ranks.ranks(processes, units, [item.arrivals for item in done], workers.sizes(sources.sources), found),
     )  # fmt: skip
 
 
@@ -217,43 +243,36 @@ def _folder(sources: RunSources) -> Path:
     return min(parents, key=lambda path: len(path.parts))
 
 
-def _models(units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[ModelReport]:
-    """Models of all ranks, put together by number and class."""
-    maps: dict[tuple[int, str], ModelMap] = {}
-    per_model: dict[tuple[int, str], list[Units]] = {}
-    device: dict[tuple[int, str], DeviceSums] = {}
+def _models(found: Sequence[Stage], units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> list[ModelReport]:
+    """Models of all ranks; ranks that have one alike are put together."""
+    return [_model(stage, [units[place] for place in stage.places]) for stage in found]
+
+
+def _model(stage: Stage, units: Sequence[tuple[ProcessTrace, Mapping[int, Units]]]) -> ModelReport:
+    number = stage.map.model
+    device = DeviceSums()
+    of_ranks: list[Units] = []
     for process, by_number in units:
-        for number, model in sorted(process.models.items()):
-            key = (number, model.root)
-            maps.setdefault(key, model)
-            per_model.setdefault(key, []).append(by_number.get(number) or Units(process.rank))
-            sums = device.setdefault(key, DeviceSums())
-            if number in process.device:
-                sums.merge(process.device[number])
-    made = []
-    for (number, root), of_ranks in sorted(per_model.items()):
-        finished = [item for item in of_ranks if not item.unfinished]
-        used = finished if any(item.steps for item in finished) else of_ranks
-        rows = merge(used)
-        prefetches: dict[tuple[str, str], Prefetches] = {}
-        for item in used:
-            for name, entry in item.prefetches.items():
-                add_fields(prefetches.setdefault(name, Prefetches()), entry)
-        regions: dict[str, RegionSums] = {}
-        for item in used:
-            for called, region in item.regions.items():
-                add_fields(regions.setdefault(called, RegionSums()), region)
-        made.append(
-            ModelReport(
-                number, root, maps[number, root], rows, sum(item.steps for item in used), used is not finished,
-                _most(of_ranks, "now"), _most(of_ranks, "past_backward"),
-                max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
-                max(item.past_backward_peak for item in of_ranks),
-                traffic(maps[number, root], rows, used), dict(sorted(prefetches.items())), device[number, root],
-                regions,
-            )
-        )  # fmt: skip
-    return made
+        of_ranks.append(by_number.get(number) or Units(process.rank))
+        if number in process.device:
+            device.merge(process.device[number])
+    finished = [item for item in of_ranks if not item.unfinished]
+    used = finished if any(item.steps for item in finished) else of_ranks
+    rows = merge(used)
+    prefetches: dict[tuple[str, str], Prefetches] = {}
+    regions: dict[str, RegionSums] = {}
+    for item in used:
+        for name, entry in item.prefetches.items():
+            add_fields(prefetches.setdefault(name, Prefetches()), entry)
+        for called, region in item.regions.items():
+            add_fields(regions.setdefault(called, RegionSums()), region)
+    return ModelReport(
+        number, stage.map.root, stage.map, rows, sum(item.steps for item in used), used is not finished,
+        _most(of_ranks, "now"), _most(of_ranks, "past_backward"),
+        max((item.peak for item in of_ranks), key=lambda peak: (peak.bytes, len(peak.units), -peak.rank)),
+        max(item.past_backward_peak for item in of_ranks), traffic(stage.map, rows, used), dict(sorted(prefetches.items())),
+        device, regions, stage,
+    )  # fmt: skip
 
 
 def _most(of_ranks: Sequence[Units], what: str) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdptrace.analysis import sql, workers
-from fsdptrace.analysis.run import Run
+from fsdptrace.analysis.notes import spans
+from fsdptrace.analysis.run import ModelReport, Run
 from fsdptrace.analysis.run import load as load_run
 from fsdptrace.analysis.steplines import StepLine
 
@@ -35,7 +36,8 @@ class Tables:
     Attributes:
         run: what ``fsdptrace.analysis.load`` gives, the source of every table but ``events``; ``files`` are those read.
         events: one row per event; a killed process's ``.tail`` is not among them.
-        units: per unit, sums over steps and ranks, as the report's table; divide by ``rank_steps`` for means.
+        units: per unit, sums over steps and ranks, as the report's table; divide by ``rank_steps`` for means. ``ranks``
+            (``0-3``) says whose model it is, here and in the others by model: stages of a pipeline have rows of their own.
         peak: the units that held the most bytes at one time.
         steps: one row per finished step, rank and model, from the step lines.
         communication: by collective, mesh and dtype, beside the closed form.
@@ -138,17 +140,17 @@ _Table = tuple[dict[str, str], Iterable[Mapping[str, Any]]]
 
 def _rows(run: Run) -> dict[str, _Table]:
     """The small tables: columns and rows."""
-    at: dict[str, str] = {"model": _INT, "root": _TEXT}
+    at: dict[str, str] = {"model": _INT, "root": _TEXT, "ranks": _TEXT}
     return {
         "units": ({**at, "rank_steps": _INT, "unit": _TEXT, **_UNIT}, _units(run)),
         "peak": ({**at, "rank": _INT, "step": _INT, "seq": _INT, "unit": _TEXT, "bytes": _INT}, _peak(run)),
         "steps": ({"rank": _INT, **_STEP}, ({"rank": rank, **asdict(line)} for rank, line in run.step_lines())),
         "communication": ({**at, "rank_steps": _INT, **_TRAFFIC}, (
-            {"model": m.model, "root": m.root, "rank_steps": m.traffic.steps, **asdict(row)}
+            {**_at(m), "rank_steps": m.traffic.steps, **asdict(row)}
             for m in run.models for row in m.traffic.rows
         )),
         "prefetches": ({**at, "rank_steps": _INT, "direction": _TEXT, "mode": _TEXT, **_PREFETCH}, (
-            {"model": m.model, "root": m.root, "rank_steps": m.steps, "direction": key[0], "mode": key[1], **asdict(entry)}
+            {**_at(m), "rank_steps": m.steps, "direction": key[0], "mode": key[1], **asdict(entry)}
             for m in run.models for key, entry in m.prefetches.items()
         )),
         "ranks": (_RANK, (asdict(row) for row in run.side_by_side.rows)),
@@ -199,11 +201,15 @@ TABLES = (
 )  # fmt: skip
 
 
+def _at(model: ModelReport) -> dict[str, Any]:
+    return {"model": model.model, "root": model.root, "ranks": spans(model.stage.ranks, len(model.stage.ranks))}
+
+
 def _units(run: Run) -> Iterable[dict[str, Any]]:
     for model in run.models:
         for row in model.rows:
             yield {
-                "model": model.model, "root": model.root, "rank_steps": row.steps, "unit": row.name, "bytes_low": row.bytes_low,
+                **_at(model), "rank_steps": row.steps, "unit": row.name, "bytes_low": row.bytes_low,
                 "bytes_high": row.bytes_high, **{name: getattr(row.sums, name) for name in _SUMS},
             }  # fmt: skip
 
@@ -213,7 +219,7 @@ def _peak(run: Run) -> Iterable[dict[str, Any]]:
         peak = model.peak
         for unit, size in peak.units:
             yield {
-                "model": model.model, "root": model.root, "rank": peak.rank, "step": peak.step, "seq": peak.seq, "unit": unit,
+                **_at(model), "rank": peak.rank, "step": peak.step, "seq": peak.seq, "unit": unit,
                 "bytes": size,
             }  # fmt: skip
 
@@ -232,7 +238,7 @@ def _models(run: Run) -> Iterable[dict[str, Any]]:
             data = {name: getattr(group, name) for name in _MODEL if name != "unit"}
             mesh, keeps = json.dumps(dict(group.mesh)), str(group.reshard_after_forward)
             own = {"unit": group.fqn, "mesh": mesh, "reshard_after_forward": keeps}
-            yield {"model": model.model, "root": model.root, **data, **own}
+            yield {**_at(model), **data, **own}
 
 
 def load(folder: str | Path, run: str | None = None, jobs: int | None = 1, progress: workers.Progress | None = None) -> Tables:

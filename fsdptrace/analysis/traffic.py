@@ -120,8 +120,6 @@ def traffic(model: ModelMap, rows: Iterable[UnitRow], of_ranks: Iterable[Units])
     measured: dict[Key, list[int]] = {}
     for units in of_ranks:
         for key, entry in units.traffic.items():
-            if key[1] >= len(model.groups):  # a rank whose model is another one (pipeline stages), or a damaged file
-                continue
             into = measured.setdefault(key, [0, 0, 0])
             for i, value in enumerate((entry.calls, entry.bytes, entry.wire_bytes)):
                 into[i] += value

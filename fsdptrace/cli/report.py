@@ -11,6 +11,7 @@ from fsdptrace.cli import device, sections
 from fsdptrace.cli.output import STYLES, Column, Screen, clean, duration, name, number
 
 MANY_ROWS = 30  # more units than this are shown by name pattern
+MANY_MODELS = 8  # of more models (or stages of a pipeline), the first ones are shown
 EDGE_STEPS = 10  # of many steps, so many at either end
 
 
@@ -18,13 +19,17 @@ def show(screen: Screen, run: Run, every: bool = False, steps: bool = False) -> 
     """The whole report of ``run``; ``every`` shows each unit and step, ``steps`` adds the table of steps."""
     heading(screen, run)
     findings(screen, run.findings, run.basis)
-    for model in run.models:
-        units(screen, model, every, many=len(run.models) > 1)
+    shown = run.models if every else run.models[:MANY_MODELS]
+    for model in shown:
+        units(screen, model, every, run.several_models)
         memory(screen, model)
         sections.communication(screen, model, every)
         sections.prefetches(screen, model)
         sections.regions(screen, model, every)
         device.show(screen, model, every)
+    if len(shown) < len(run.models):
+        screen.line()
+        screen.prose(f"({len(shown)} of {len(run.models)} models and stages; --all shows each)", style="dim")
     sections.ranks(screen, run, every)
     if steps:
         step_table(screen, run, every)
@@ -121,15 +126,14 @@ def one_finding(screen: Screen, finding: Finding, origin: str = "") -> None:
 
 def units(screen: Screen, model: ModelReport, every: bool, many: bool) -> None:
     """The table per unit, means per step and rank."""
-    title = f"units of {clean(model.root, 60)}" + (f" (model {model.model})" if many else "")
+    title = f"units of {clean(model.called(many), 160)}"
     if not model.rows:
         screen.title(title)
         screen.prose("no step whose events are all in the files", 2)
         return
     grouped = not every and len(model.rows) > MANY_ROWS
     rows = by_pattern(model.rows) if grouped else model.rows
-    unfinished = "of a step that did not end" if model.unfinished else f"mean of {count(model.steps, 'step')} over all ranks"
-    screen.title(f"{title}: per step{' and unit' if grouped else ''}, {unfinished}")
+    screen.title(f"{title}: per step{' and unit' if grouped else ''}, {model.behind}")
     columns, cells = unit_cells(rows)
     screen.table(columns, cells, ["yellow" if row.sums.wasted else "" for row in rows])
     if grouped:
@@ -202,7 +206,7 @@ def step_table(screen: Screen, run: Run, every: bool) -> None:
         found = [i for i, (_, line) in enumerate(lines) if line.violations][:EDGE_STEPS]
         shown = [lines[i] for i in sorted(edge | set(found))]
     screen.title("steps")
-    many = len(run.models) > 1
+    many = run.several_models
     columns = [
         Column("step"), *([Column("model")] if many else []), Column("rank"), Column("took", keep=3), Column("events", keep=4),
         Column("gathers asked", keep=5), Column("peak bytes", keep=1), Column("past backward", keep=2), Column("violations"),

@@ -34,7 +34,7 @@ def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
         "processes": processes,
         "steps": tables.step_columns(run),
         "tables": tables.tables(run),
-        "memory": [tables.memory(model) for model in run.models],
+        "memory": [tables.memory(model, run.several_models) for model in run.models],
         "coverage": run.coverage,
         "notes": run.notes,
         "problems": [str(problem) for problem in run.problems],

@@ -18,7 +18,7 @@ def tables(run: Run) -> list[Table]:
     """Units, communication and prefetches of each model, then ranks; those that have a row."""
     made: list[Table] = []
     for model in run.models:
-        of = f" of {model.root}" + (f" (model {model.model})" if len(run.models) > 1 else "")
+        of = f" of {model.called(run.several_models)}"
         made += [_units(model, of), _communication(model, of), _prefetches(model, of), _device(model, of)]
     made.append(_ranks(run))
     return [table for place, table in enumerate(made) if table["rows"] or not place]
@@ -60,8 +60,7 @@ def _units(model: ModelReport, of: str) -> Table:
     rows = by_pattern(model.rows) if grouped else model.rows
     kept = [column for column in _UNIT_COLUMNS if any(getattr(row.sums, column[1]) for row in rows)]
     waits = any(row.sums.waits for row in rows)
-    behind = "of a step that did not end" if model.unfinished else f"mean of {count(model.steps, 'step')} over all ranks"
-    note = f"per step{' and unit' if grouped else ''}, {behind}"
+    note = f"per step{' and unit' if grouped else ''}, {model.behind}"
     if model.map.uncovered:
         left = len(model.map.uncovered) - 20
         note += f"; in no unit: {', '.join(model.map.uncovered[:20])}" + (f" and {left} more" if left > 0 else "")
@@ -172,10 +171,10 @@ def _ranks(run: Run) -> Table:
     )  # fmt: skip
 
 
-def memory(model: ModelReport) -> dict[str, Any]:
+def memory(model: ModelReport, several: bool) -> dict[str, Any]:
     peak = model.peak
     return {
-        "root": model.root, "now": model.now[0], "now_rank": model.now[1], "peak": peak.bytes, "rank": peak.rank,
+        "root": model.called(several), "now": model.now[0], "now_rank": model.now[1], "peak": peak.bytes, "rank": peak.rank,
         "step": peak.step, "seq": peak.seq, "units": [list(unit) for unit in peak.units[:40]],
         "more_units": max(0, len(peak.units) - 40), "past_backward_peak": model.past_backward_peak,
         "past_backward": model.past_backward[0],

@@ -197,7 +197,7 @@ def test_parquet_by_run_step_and_rank(tmp_path: Path) -> None:
         ("one", 72, 4 * 4500), ("two:3", 18, 4500),
     ]  # fmt: skip
     units = connection.sql(f"FROM '{str(out).replace(chr(39), chr(39) * 2)}/units/run=one/units.parquet'").fetchall()
-    assert [row[3] for row in units] == ["layers.0", "layers.1"]
+    assert [row[4] for row in units] == ["layers.0", "layers.1"]
 
 
 def test_a_run_that_cannot_be_written_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
