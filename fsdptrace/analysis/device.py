@@ -3,9 +3,9 @@ and what prefetching further ahead would hide and cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdptrace.checks.text import pattern
 from fsdptrace.model_map import ModelMap
@@ -13,7 +13,41 @@ from fsdptrace.model_map import ModelMap
 _PASSES = ("none", "forward", "backward", "recompute")
 MATTERS = 0.02
 """Exposed time below this share of the steps' device time is not worth advice."""
+STALLS = "compute stands still"
+#: On which line of a picture a timed call is shown.
+STREAMS = {
+    "unshard": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "wait": STALLS,
+    "forward": "compute", "backward": "compute",
+}  # fmt: skip
 SETTERS = {"forward": "set_modules_to_forward_prefetch", "backward": "set_modules_to_backward_prefetch"}
+
+
+class DeviceSpan(NamedTuple):
+    """Something that the device did: on which of :data:`STREAMS`, from when to when on the host's clock (ns), in which pass and
+    for which group by number (-1 for none), for the host's event ``seq``; ``exposed``: ns that compute stood still for it, -1
+    where that is not asked."""
+
+    stream: str
+    what: str
+    t0: int
+    t1: int
+    pass_: int
+    group: int
+    seq: int
+    exposed: int
+
+
+def device_spans(data: Mapping[str, Any]) -> Iterator[DeviceSpan]:
+    """What a ``device_times`` line says, waits that took no time left out.
+
+    Raises:
+        KeyError, ValueError, TypeError: the line is not of the form.
+    """
+    base = int(data["base"])
+    rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
+    for seq, what, pass_, group, t0, ns, exposed in rows:
+        if what in STREAMS and (ns or what != "wait"):
+            yield DeviceSpan(STREAMS[what], what, base + t0, base + t0 + ns, pass_, group, seq, exposed)
 
 
 @dataclass(slots=True)

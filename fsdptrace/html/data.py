@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace._version import __version__
 from fsdptrace.analysis import Finding, ProcessTrace, Run, read_process
+from fsdptrace.analysis.device import STREAMS, DeviceSpan, device_spans
 from fsdptrace.analysis.notes import ranks_text, spans
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, ModelTimes, ProcessTimes, clock_offsets
@@ -23,11 +25,11 @@ MARKS = 5_000  # violations of one process that are marked on the time axis
 def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
     """All that the page needs; ``limit`` bounds the events on its time axis."""
     choice = choose(run, limit)
-    processes, texts, base = _timeline(run, choice)
+    processes, texts, base, shown = _timeline(run, choice)
     return {
         "version": __version__,
         "run": _about(run, choice),
-        "findings": [_finding(finding, run) for finding in run.findings],
+        "findings": [_finding(finding, run, shown) for finding in run.findings],
         "names": {"kinds": list(ev.KINDS), "passes": list(ev.PASSES), "ends": list(ENDS)},
         "base_ns": str(base),
         "texts": texts,
@@ -59,12 +61,13 @@ def _about(run: Run, choice: Choice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finding(finding: Finding, run: Run) -> dict[str, Any]:
+def _finding(finding: Finding, run: Run, shown: Callable[[int, int], bool]) -> dict[str, Any]:
     data = asdict(finding)
     data["steps_text"] = spans(finding.steps)
     data["ranks_text"] = ranks_text(finding.ranks)
     files = [str(process.source.path) for process in run.processes]
     data["place"] = files.index(finding.first.file) if finding.first.file in files else -1
+    data["shown"] = shown(data["place"], finding.first.seq)
     return data
 
 
@@ -79,23 +82,25 @@ class _Texts:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def _timeline(run: Run, choice: Choice) -> tuple[list[dict[str, Any]], list[str], int]:
-    """The processes on one clock, times in ns since ``base`` (Unix ns)."""
+def _timeline(run: Run, choice: Choice) -> tuple[list[dict[str, Any]], list[str], int, Callable[[int, int], bool]]:
+    """The processes on one clock, times in ns since ``base`` (Unix ns); and whether an event of a process is among them."""
     offsets = clock_offsets(run.processes)
     texts = _Texts()
     texts.put("")
-    made: list[tuple[_Calls, ProcessTimes, ProcessTrace, int]] = []
+    made: list[_Read] = []
     for place, process in enumerate(run.processes):
         if place not in choice.steps:
             continue
         calls = _Calls(texts)
         times = ProcessTimes(lambda model, step, place=place: (place, model, step) in choice, calls.take)  # type: ignore[misc]
-        trace = read_process(process.source, times)
+        device = _Device(lambda model, step, place=place: (place, model, step) in choice)  # type: ignore[misc]
+        trace = read_process(process.source, times, device=device)
         times.finish()
-        made.append((calls, times, trace, place))
-    base = min((offsets[place] + calls.first for calls, _, _, place in made if calls.rows), default=0)
-    processes = [_process(calls, times, trace, place, offsets[place] - base, texts) for calls, times, trace, place in made]
-    return processes, list(texts.numbers), base
+        made.append(_Read(calls, times, device, trace, place))
+    base = min((offsets[read.place] + read.calls.first for read in made if read.calls.rows), default=0)
+    processes = [_process(read, offsets[read.place] - base, texts) for read in made]
+    seen = {read.place: {row[2] for row in read.calls.rows} for read in made}
+    return processes, list(texts.numbers), base, lambda place, seq: seq in seen.get(place, ())
 
 
 class _Calls:
@@ -129,6 +134,34 @@ class _Calls:
         return known
 
 
+class _Device:
+    """What the device did in the steps that are shown, by model."""
+
+    def __init__(self, wanted: Callable[[int, int], bool]) -> None:
+        self._wanted = wanted
+        self.spans: dict[int, list[tuple[DeviceSpan, int]]] = {}  # with the step
+
+    def __call__(self, data: Mapping[str, Any]) -> None:
+        """A line of it, from the reader."""
+        model, step = int(data["model"]), int(data["step"])
+        if self._wanted(model, step):
+            self.spans.setdefault(model, []).extend((span, step) for span in device_spans(data))
+
+    def streams(self, model: int) -> list[str]:
+        """Those of a model on which something ran, in the order in which they are shown."""
+        there = {span.stream for span, _ in self.spans.get(model, ())}
+        return [stream for stream in dict.fromkeys(STREAMS.values()) if stream in there]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    calls: _Calls
+    times: ProcessTimes
+    device: _Device
+    trace: ProcessTrace
+    place: int
+
+
 def describe(part: StepPart, record: Sequence[int]) -> str:
     """The fields of a record's kind for a reader, with units' names for their ids."""
     event = ev.decode(record, part.step, part.texts, part.map.tensors)
@@ -152,28 +185,34 @@ def describe(part: StepPart, record: Sequence[int]) -> str:
     return "\n".join(shown)
 
 
-def _process(calls: _Calls, times: ProcessTimes, trace: ProcessTrace, place: int, shift: int, texts: _Texts) -> dict[str, Any]:
-    header = trace.header
-    lanes: dict[tuple[int, int], int] = {}
+Column = list[int] | dict[str, list[int]]
+_Lanes = Mapping[tuple[int, "int | str"], int]
+
+
+def _process(read: _Read, shift: int, texts: _Texts) -> dict[str, Any]:
+    header, calls, models = read.trace.header, read.calls, read.times.models
+    lanes: dict[tuple[int, int | str], int] = {}  # by model, and group or stream of the device
     listed: list[dict[str, Any]] = []
-    for number, model in sorted(times.models.items()):
-        for group in (ev.NONE, *range(len(model.map.groups))):
+    for number, model in sorted(models.items()):
+        for group in (ev.NONE, *read.device.streams(number), *range(len(model.map.groups))):
             lanes[number, group] = len(listed)
-            info = model.map.groups[group] if group >= 0 else None
+            info = model.map.groups[group] if isinstance(group, int) and group >= 0 else None
             listed.append({
-                "model": number, "root": model.map.root, "name": info.fqn if info else "", "group": group,
-                "bytes": info.bytes if info else 0,
+                "model": number, "root": model.map.root, "name": info.fqn if info else "", "group": group if info else ev.NONE,
+                "bytes": info.bytes if info else 0, "stream": group if isinstance(group, str) else "",
             })  # fmt: skip
     calls.rows.sort()
+    steps = sorted(calls.steps, key=lambda step: step[2])
     return {
-        "place": place, "rank": header.rank, "role": header.role, "host": header.host, "pid": header.pid,
+        "place": read.place, "rank": header.rank, "role": header.role, "host": header.host, "pid": header.pid,
         "lanes": listed,
-        "steps": [[model, step, low + shift, high + shift] for model, step, low, high in sorted(calls.steps)],
+        "steps": [[model, step, low + shift, high + shift] for model, step, low, high in steps],
         "calls": _call_columns(calls.rows, lanes, shift),
-        "holds": _hold_columns(times.models, lanes, shift),
-        "uses": _use_columns(times.models, lanes, shift),
-        "levels": _level_columns(list(times.models.values()), shift),
-        "marks": _marks(trace, {(m, s) for m, s, _, _ in calls.steps}, calls.rows, texts),
+        "holds": _hold_columns(models, lanes, shift),
+        "uses": _use_columns(models, lanes, shift),
+        "device": _device_columns(read.device, lanes, shift),
+        "levels": _level_columns(list(models.values()), shift),
+        "marks": _marks(read.trace, {(m, s) for m, s, _, _ in calls.steps}, calls.rows, texts),
     }  # fmt: skip
 
 
@@ -182,7 +221,15 @@ def _deltas(values: Sequence[int]) -> list[int]:
     return [value - before for before, value in zip([0, *values], values, strict=False)]
 
 
-def _call_columns(rows: Sequence[tuple[int, ...]], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+def _runs(values: Sequence[int]) -> Column:
+    """The values as runs, where that is shorter: value, how often, value, how often …"""
+    runs: list[int] = []
+    for value, alike in groupby(values):
+        runs += (value, sum(1 for _ in alike))
+    return {"runs": runs} if 2 * len(runs) < len(values) else list(values)
+
+
+def _call_columns(rows: Sequence[tuple[int, ...]], lanes: _Lanes, shift: int) -> dict[str, Column]:
     depth: list[int] = []
     open_until: dict[int, list[int]] = {}  # lane: ends of the calls that the next one may lie in
     for t0, minus_t1, _seq, _kind, model, group, *_rest in rows:
@@ -193,13 +240,14 @@ def _call_columns(rows: Sequence[tuple[int, ...]], lanes: dict[tuple[int, int], 
         stack.append(-minus_t1)
     return {
         "t0": _deltas([row[0] + shift for row in rows]), "dur": [-row[1] - row[0] for row in rows],
-        "seq": _deltas([row[2] for row in rows]), "kind": [row[3] for row in rows],
-        "lane": [lanes[row[4], row[5]] for row in rows], "parent": [row[2] - row[6] if row[6] else 0 for row in rows],
-        "pass": [row[7] for row in rows], "text": [row[8] for row in rows], "step": [row[9] for row in rows], "depth": depth,
+        "seq": _runs(_deltas([row[2] for row in rows])), "kind": [row[3] for row in rows],
+        "lane": [lanes[row[4], row[5]] for row in rows], "parent": _runs([row[2] - row[6] if row[6] else 0 for row in rows]),
+        "pass": _runs([row[7] for row in rows]), "text": [row[8] for row in rows], "step": _runs([row[9] for row in rows]),
+        "depth": _runs(depth),
     }  # fmt: skip
 
 
-def _hold_columns(models: dict[int, ModelTimes], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+def _hold_columns(models: dict[int, ModelTimes], lanes: _Lanes, shift: int) -> dict[str, list[int]]:
     holds = sorted(((hold, number) for number, model in models.items() for hold in model.holds), key=lambda item: item[0].t0)
     return {
         "t0": _deltas([hold.t0 + shift for hold, _ in holds]), "dur": [hold.t1 - hold.t0 for hold, _ in holds],
@@ -212,11 +260,25 @@ def _hold_columns(models: dict[int, ModelTimes], lanes: dict[tuple[int, int], in
     }  # fmt: skip
 
 
-def _use_columns(models: dict[int, ModelTimes], lanes: dict[tuple[int, int], int], shift: int) -> dict[str, list[int]]:
+def _use_columns(models: dict[int, ModelTimes], lanes: _Lanes, shift: int) -> dict[str, list[int]]:
     uses = sorted(((use, number) for number, model in models.items() for use in model.uses), key=lambda item: item[0].t0)
     return {
         "t0": _deltas([use.t0 + shift for use, _ in uses]), "dur": [use.t1 - use.t0 for use, _ in uses],
         "lane": [lanes[number, use.group] for use, number in uses], "pass": [use.pass_ for use, _ in uses],
+    }  # fmt: skip
+
+
+def _device_columns(device: _Device, lanes: _Lanes, shift: int) -> dict[str, list[int]]:
+    known = [
+        (span, step, model) for model, spans in device.spans.items() for span, step in spans if (model, span.stream) in lanes
+    ]
+    known.sort(key=lambda item: (item[0].t0, -item[0].t1))
+    return {
+        "t0": _deltas([span.t0 + shift for span, _, _ in known]), "dur": [span.t1 - span.t0 for span, _, _ in known],
+        "lane": [lanes[model, span.stream] for span, _, model in known], "pass": [span.pass_ for span, _, _ in known],
+        "unit": [lanes.get((model, span.group), -1) if span.group >= 0 else -1 for span, _, model in known],
+        "seq": [span.seq for span, _, _ in known], "exposed": [span.exposed for span, _, _ in known],
+        "step": [step for _, step, _ in known],
     }  # fmt: skip
 
 

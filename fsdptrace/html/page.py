@@ -21,7 +21,9 @@ from fsdptrace.html.data import page_data
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = (
-    "uPlot.iife.min.js", "format.js", "lanes.js", "painter.js", "controls.js", "timeline.js", "charts.js", "page.js",
+    # What the first look needs, then the rest: a browser may show the page in between.
+    ("format.js", "lanes.js", "labels.js", "painter.js", "controls.js", "timeline.js", "page.js"),
+    ("uPlot.iife.min.js", "charts.js", "rest.js"),
 )  # fmt: skip
 _STYLES = ("uPlot.min.css", "page.css")
 
@@ -52,13 +54,15 @@ def write(run: Run, path: str | Path, limit: int = MAX_EVENTS) -> Path:
 
 def assemble(data: dict[str, Any]) -> str:
     """The page of ``data``, as :func:`fsdptrace.html.data.page_data` makes it."""
-    script = "\n".join(_read(name) for name in _SCRIPTS)
+    scripts = ["\n".join(_read(name) for name in names) for names in _SCRIPTS]
     style = "\n".join(_read(name) for name in _STYLES)
     licence = "uPlot, in this file:\n" + _read("uPlot.LICENSE")
-    policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    hashes = " ".join(f"'{_hash(script)}'" for script in scripts)
+    policy = "; ".join((
+        "default-src 'none'", f"script-src {hashes}", f"style-src '{_hash(style)}'", "img-src data:", "base-uri 'none'",
+        "form-action 'none'",
+    ))  # fmt: skip
+    elements = "".join(f"<script>{script}</script>\n" for script in scripts)
     return (
         "<!doctype html>\n"
         '<html lang="en"><head><meta charset="utf-8">\n'
@@ -71,7 +75,7 @@ def assemble(data: dict[str, Any]) -> str:
         f"<style>{style}</style></head>\n"
         f"<body>\n{_read('page.html')}\n"
         f'<script type="application/json" id="data">{_json(data)}</script>\n'
-        f"<script>{script}</script>\n"
+        f"{elements}"
         "</body></html>\n"
     )
 

@@ -54,7 +54,7 @@ def open_page(browser: Browser, folder: Path, dark: bool = False) -> Page:
     shown = browser.page(dark)
     shown.size(1400, 900)
     shown.open(folder / "page.html")
-    shown.wait("window.fsdptrace && window.fsdptrace.timeline.draws > 0")
+    shown.wait("window.fsdptrace && window.fsdptrace.ready")
     return shown
 
 
@@ -93,6 +93,123 @@ def test_the_timeline_is_drawn(page: Page) -> None:
     start, end = page.js("[7, 7].map((i, k) => [fsdptrace.processes[1].holds.t0[i], fsdptrace.processes[1].holds.t1[i]][k])")
     page.js("fsdptrace.timeline.show(200, 560)")
     assert colour(page, (start + end) / 2, 1, "layers.0", 3) == rgb(page, "error")
+
+
+def test_a_spike_does_not_last(browser: Browser, tmp_path: Path) -> None:
+    """Bytes that were gathered for less than a pixel are one pixel wide in the curve of the rank's row."""
+    made = Made(0, 1)
+    made.step()
+    made.tick = 1000  # from here on each event is 1,000 ns after the one before, and the first one late
+    made.end_step()
+    made.end()
+    made.write(tmp_path)
+    page = open_page(browser, tmp_path)
+    assert page.js("fsdptrace.timeline.fit() ?? fsdptrace.processes[0].levels.t.length") == 6
+    wide, most = page.js("""(() => { const t = fsdptrace.timeline, seen = [];
+        fsdptrace.processes[0].levels.walk(t, t.end, (x0, x1, bytes) => seen.push([x1 - x0, bytes]));
+        const held = seen.filter(([, bytes]) => bytes);
+        return [held.reduce((sum, [wide]) => sum + wide, 0), Math.max(...held.map(([, bytes]) => bytes))]; })()""")
+    # All is gathered and freed in 170 of 19,170 ns, which is less than ten of the 1,000 pixels.
+    assert (wide < 20, most) == (True, 4000)
+    page.close()
+
+
+def test_what_the_device_did_has_lanes(browser: Browser, tmp_path: Path) -> None:
+    made = Made(world=1)
+    made.step()
+    made.line({
+        "kind": "device_times", "model": 0, "step": 0, "base": 10, "span": 900, "missing": 0, "seq": [1, 6, 7, 10, 16, 20],
+        "what": ["unshard", "unshard", "wait", "wait", "reduce_scatter", "forward"], "pass": [1, 1, 1, 2, 2, 1],
+        "group": [0, 1, 1, 0, 0, -1], "t0": [20, 60, 90, 150, 200, 0], "ns": [30, 60, 30, 0, 50, 140],
+        "exposed": [0, 30, -1, -1, 12, -1],
+    })  # fmt: skip
+    made.end()
+    made.write(tmp_path)
+    page = open_page(browser, tmp_path)
+    names = page.js("""fsdptrace.timeline.rows.map(
+        (row) => row.type + ' ' + fsdptrace.processes[0].laneName(Math.max(0, row.lane)))""")
+    assert names == [
+        "rank Net: passes", "passes Net: passes", "device device: all-gather", "device device: reduce-scatter",
+        "device device: compute stands still", "device device: compute", "unit layers.0", "unit layers.1",
+    ]  # fmt: skip
+    assert page.js("fsdptrace.processes[0].device.length") == 5  # a wait that took no time is not shown
+    # Event 1, at 10 ns, is 0 on the axis; the device's times count from 10 ns.
+    page.js("fsdptrace.timeline.show(0, 300)")
+    assert colour(page, 35, 0, "device: all-gather") == rgb(page, "forward")
+    assert colour(page, 55, 0, "device: all-gather") == rgb(page, "bg")
+    assert colour(page, 225, 0, "device: reduce-scatter") == rgb(page, "backward")
+    assert colour(page, 105, 0, "device: compute stands still") == rgb(page, "warning")
+    assert colour(page, 105, 0, "device: compute") == rgb(page, "forward-dark")
+    page.js("""(() => { const t = fsdptrace.timeline, hit = (time, row) => t.pick(t.x(time), row.y - t.host.scrollTop + 5);
+        window.hits = t.rows.filter((row) => row.type === "device").map(
+            (row) => [35, 80, 105, 225].map((at) => hit(at, row)).filter((found) => found.layer));
+        t.select(hits[0][1]); })()""")
+    assert page.js("hits.map((found) => found.length)") == [3, 1, 1, 3]
+    details = page.js("document.querySelector('#details').innerText")
+    assert details.startswith("all-gather of layers.1, on the device")
+    assert "for\n60 ns" in details
+    assert "call\nunshard of layers.1 (event 6)" in details
+    assert "exposed\n30 ns: compute stood still for it" in details
+    assert "compute stands still (device)" in page.js("document.querySelector('#legend').innerText")
+    page.type("#search", "layers.1")
+    assert page.js("fsdptrace.timeline.rows.filter((row) => row.matched).map((row) => row.type)") == ["unit"]
+    assert page.errors == []
+    page.close()
+
+
+NAIVE = """(view, layer, lane, from, to) => { const out = [], scale = (view.width - GUTTER) / (to - from); let drawn = -1;
+    for (let i = 0; i < layer.length; i++) {
+        if (layer.lane[i] !== lane || layer.t1[i] <= from || layer.t0[i] >= to) continue;
+        const x0 = Math.max(GUTTER + (layer.t0[i] - from) * scale, GUTTER - 2);
+        const x1 = Math.min(GUTTER + (layer.t1[i] - from) * scale, view.width + 2), pixel = Math.floor(x0);
+        if (x1 - x0 >= 1) out.push(i);
+        else if (pixel !== drawn) { drawn = pixel; out.push(i); }
+    }
+    return out; }"""
+
+
+def test_a_frame_does_little_however_much_there_is(browser: Browser, tmp_path: Path) -> None:
+    made = Made(0, 1)
+    for step in range(1500):
+        made.step()
+        # So that spans begin anywhere on a pixel, and some far from the others.
+        made.seq += step % 7 + (9000 if step % 500 == 499 else 0)
+    made.end()
+    made.write(tmp_path)
+    page = open_page(browser, tmp_path)
+    assert page.js("fsdptrace.processes[0].calls.length") == 27_000
+    assert page.js("fsdptrace.processes[0].holds.length") == 4_500
+    # What is drawn is what looking at every span gives, far away and near.
+    same = f"""(() => {{ const t = fsdptrace.timeline, p = t.processes[0], naive = {NAIVE}, out = [];
+        for (const span of [t.end, t.end / 10, t.end / 300, 5000, 300]) for (const layer of [p.calls, p.holds, p.uses]) {{
+            t.show(t.end * 0.05, t.end * 0.05 + span);
+            for (let lane = 0; lane < 3; lane++) {{
+                const seen = [];
+                layer.walk(lane, t, (i) => seen.push(i));
+                const same = JSON.stringify(seen) === JSON.stringify(naive(t, layer, lane, t.t0, t.t1));
+                out.push(same && (seen.length > 0 || lane === 0) || [span, lane, seen.length].join(" "));
+            }}
+        }}
+        return out; }})()"""
+    assert page.js(same) == [True] * 45
+    # With everything in sight: the 37,500 spans and changes of the curve lie on about 900 pixels.
+    page.js("fsdptrace.timeline.fit(); fsdptrace.timeline.draw()")
+    far = page.js("fsdptrace.timeline.painter.counts")
+    assert far["spans"] < 12_000
+    assert far["rects"] < 6_000
+    # Names are measured and drawn once; moving and zooming take them as they are.
+    page.js("""(() => { const g = CanvasRenderingContext2D.prototype, plain = g.measureText; window.measured = 0;
+        g.measureText = function (text) { measured++; return plain.call(this, text); };
+        const t = fsdptrace.timeline, move = () => { t.zoom(0.5); t.draw(); t.pan(20); t.draw(); t.fit(); t.draw(); };
+        move(); measured = 0; move(); })()""")
+    assert page.js("[fsdptrace.timeline.painter.counts.labels, measured]") == [0, 0]
+    # However many moves come between two frames, there is one frame.
+    before = page.js("fsdptrace.timeline.draws")
+    page.js("for (let i = 0; i < 50; i++) fsdptrace.timeline.pan(1)")
+    page.js("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.js("fsdptrace.timeline.draws") == before + 1
+    assert page.errors == []
+    page.close()
 
 
 def test_search_finds_a_unit(page: Page) -> None:
@@ -196,6 +313,7 @@ def test_a_run_without_detail_says_so(browser: Browser, tmp_path: Path) -> None:
     write(load(tmp_path), tmp_path / "page.html")
     page = browser.page()
     page.open(tmp_path / "page.html")
+    page.wait("window.fsdptrace && window.fsdptrace.ready")
     assert "there is nothing to draw" in page.js("document.body.innerText")
     assert page.errors == []
     page.close()

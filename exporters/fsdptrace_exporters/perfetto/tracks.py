@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace.analysis import ProcessTrace, read_process
+from fsdptrace.analysis.device import STALLS, STREAMS, device_spans
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.analysis.sources import Source
 from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, Hold, ModelTimes, ProcessTimes
@@ -21,11 +22,6 @@ _STEPS, _FOUND, _BYTES, _CALLS, _COLLECTIVES, _DEVICE, _UNITS = (100 * place for
 #: Kinds that are no call: the step's line is a slice of another track; a change of parameters has the times of its
 #: optimizer's step, of which the number of groups says as much; what a device did is known long after; memory is a curve.
 _NO_CALLS = frozenset((ev.STEP, ev.STATE, ev.PARAM_CHANGE, ev.DEVICE, ev.MEMORY))
-#: Where a timed call is shown, among the tracks of the device.
-_STREAMS = {
-    "unshard": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce", "wait": "compute stands still",
-    "forward": "compute", "backward": "compute",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -81,7 +77,7 @@ class RankTracks:
             self._units(model, times)
         for (model, stream), slices in sorted(self._device.items()):
             of = f" of model {model}" if model else ""
-            self._put(f"device{of}", stream, _DEVICE + list(dict.fromkeys(_STREAMS.values())).index(stream), slices)
+            self._put(f"device{of}", stream, _DEVICE + list(dict.fromkeys(STREAMS.values())).index(stream), slices)
         if self._allocated:
             self._curve("allocated by the device's allocator", _BYTES + 50, self._allocated)
 
@@ -91,16 +87,17 @@ class RankTracks:
         known = self._maps.get(model)
         if known is None or not self.wanted(model, int(data["step"])):
             return
-        base = int(data["base"]) + self.offset
-        rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
-        for seq, what, pass_, group, t0, ns, exposed in rows:
-            stream = _STREAMS.get(what)
-            if stream is None or (what == "wait" and not ns):
-                continue
-            name = what if group < 0 else f"{stream if what != 'wait' else 'for'} {show_name(known.fqn(group))}"
-            args: dict[str, Value] = {"exposed, ns": exposed} if exposed >= 0 else {}
-            template = Template(name, ev.PASSES[pass_], args)
-            self._device.setdefault((model, stream), []).append(Slice(base + t0, base + t0 + ns, template, seq, data["step"]))
+        offset = self.offset
+        for span in device_spans(data):
+            if span.group < 0:
+                name = span.what
+            else:
+                name = f"{'for' if span.stream == STALLS else span.stream} {show_name(known.fqn(span.group))}"
+            args: dict[str, Value] = {"exposed, ns": span.exposed} if span.exposed >= 0 else {}
+            template = Template(name, ev.PASSES[span.pass_], args)
+            self._device.setdefault((model, span.stream), []).append(
+                Slice(span.t0 + offset, span.t1 + offset, template, span.seq, data["step"])
+            )
 
     # -- calls -------------------------------------------------------------------------------------------------------
     def _part(self, part: StepPart) -> None:

@@ -48,6 +48,12 @@ class Curve {
     }];
   }
 
+  // Goes where the timeline goes, once that stands still: drawing the curve takes longer than a frame may.
+  follow(view) {
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.range(view.t0, view.t1), 60);
+  }
+
   range(from, to) {
     if (this.plot) this.plot.setScale("x", { min: from, max: to });
   }

@@ -3,15 +3,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const text = (number) => DATA.texts[number] ?? "";
-const processes = DATA.processes.map((process) => new ProcessLanes(process));
+const processes = DATA.processes.map((process) => new ProcessLanes(process, text));
 let timeline = null, curve = null, match = -1;
-
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  $("theme").textContent = name === "dark" ? "Light" : "Dark";
-  if (timeline) timeline.readColours();
-  drawCharts();
-}
 
 // -- top
 function head() {
@@ -47,7 +40,7 @@ function findingCard(finding, number) {
   if (finding.step_bytes > finding.bytes) times.push(`${showBytes(finding.step_bytes)} in one step of one rank`);
   const place = DATA.processes.findIndex((process) => process.place === finding.place);
   const button = element("button", { type: "button", class: "go", id: `finding-${number}` }, "Show in the timeline");
-  if (place < 0 || processes[place].call(first.seq) < 0) {
+  if (place < 0 || !finding.shown) {
     button.disabled = true;
     button.title = "this event is not among those on the time axis";
   }
@@ -80,12 +73,11 @@ function startTimeline() {
     return;
   }
   timeline = new Timeline(host, processes, DATA.names, {
-    text, onSelect: details, onHover: hover, onView: (from, to) => { if (curve) curve.range(from, to); },
+    onSelect: details, onHover: hover, onView: () => { if (curve) curve.follow(timeline); },
   });
   legend();
   toolbar();
   if (DATA.run.left_out) $("timeline-section").append(element("p", { class: "muted" }, DATA.run.left_out));
-  curve = new Curve($("curve"), processes, (from, to) => timeline.show(from, to));
   const ranks = $("rank");
   processes.forEach((process, p) => ranks.append(element("option", { value: String(p) }, process.title)));
   ranks.addEventListener("change", () => chooseRank(Number(ranks.value)));
@@ -94,6 +86,7 @@ function startTimeline() {
 function legend() {
   const items = [["--forward", "gathered in forward"], ["--backward", "in backward"], ["--recompute", "in recomputation"], ["--none", "elsewhere"],
     ["--forward-dark", "computing (inner bar)"], ["--error", "never used (red edge)"]];
+  if (processes.some((process) => process.device.length)) items.push(["--warning", "compute stands still (device)"]);
   for (const [colour, label] of items) {
     const swatch = element("i");
     swatch.style.background = `var(${colour})`;
@@ -161,6 +154,12 @@ function rowsOf({ layer, p, i }) {
     }
     return [`${DATA.names.kinds[columns.kind[i]]} of ${lane}`, rows];
   }
+  if (layer === "device") {
+    const unit = columns.unit[i] >= 0 ? process.laneName(columns.unit[i]) : "", what = process.lanes[spans.lane[i]].stream;
+    rows.push(["step", String(columns.step[i])], ["pass", pass], ["call", describeCall(process, process.call(columns.seq[i]))]);
+    if (columns.exposed[i] >= 0) rows.push(["exposed", `${showTime(columns.exposed[i])}: compute stood still for it`]);
+    return [`${what === STALLS ? `compute stands still for ${unit}` : unit ? `${what} of ${unit}` : `computing (${pass})`}, on the device`, rows];
+  }
   if (layer === "uses") return [`${lane} computes (${pass})`, rows];
   const ready = columns.ready[i], end = DATA.names.ends[columns.end[i]];
   rows.push(["bytes", showBytes(columns.bytes[i])], ["gathered in", `${pass} (event ${columns.seq[i] || "before recording"})`]);
@@ -204,98 +203,18 @@ function hover(hit, event) {
 // -- memory, steps, tables
 function chooseRank(p) {
   $("rank").value = String(p);
+  if (!curve) return;
   curve.show(p);
   curve.range(timeline.t0, timeline.t1);
 }
 
-function drawCharts() {
-  if (curve) { curve.show(); curve.range(timeline.t0, timeline.t1); }
-  const steps = DATA.steps;
-  if (new Set(steps.step).size > 1) {
-    stepChart($("step-bytes"), "Peak of gathered bytes, and past their backward (dashed)", steps,
-      [{ name: "unsharded_peak", label: "" }, { name: "past_backward_peak", label: "past backward", dash: [4, 4] }], showBytes, true);
-    stepChart($("step-times"), "Time of a step", steps, [{ name: "duration_ns", label: "" }], showTime, false);
-  } else $("steps").hidden = true;
-}
-
-function memory() {
-  for (const model of DATA.memory) {
-    const host = $("peaks");
-    const where = model.peak ? ` (rank ${model.rank}, step ${model.step}${model.seq ? `, event ${model.seq}` : ""})` : "";
-    host.append(element("h3", {}, `Most at one time in ${model.root}: ${showBytes(model.peak)}${where}`));
-    host.append(element("p", { class: model.past_backward_peak ? "warn" : "muted" },
-      `at the end ${showBytes(model.now)}; past their backward at most ${showBytes(model.past_backward_peak)}`
-      + (model.past_backward ? `, ${showBytes(model.past_backward)} still at the end of the last step` : "")));
-    if (!model.units.length) continue;
-    const most = model.units[0][1] || 1;
-    const list = element("table", {}, element("tbody", {}, ...model.units.map(([name, bytes]) => {
-      const share = element("span", { class: "share" });
-      share.style.width = `${Math.max(2, 260 * bytes / most)}px`;
-      const cell = element("td", {}, share, showBytes(bytes));
-      cell.style.textAlign = "left";
-      return element("tr", {}, element("td", { class: "name" }, name || "(root)"), cell);
-    })));
-    host.append(list);
-    if (model.more_units) host.append(element("p", { class: "muted" }, `and ${model.more_units} more`));
-  }
-}
-
-const TEXTS = new Set(["name", "text"]), MANY_ROWS = 200; // of more rows, the first ones until somebody asks
-
-function table(data) {
-  const body = element("tbody");
-  const rows = data.rows.map((cells, i) => ({ cells, marked: data.marked[i] }));
-  let shown = MANY_ROWS;
-  const more = element("button", { type: "button" });
-  more.addEventListener("click", () => { shown = Infinity; fill(); });
-  const fill = () => {
-    more.hidden = rows.length <= shown;
-    more.textContent = `Show all ${rows.length.toLocaleString("en")} rows`;
-    body.replaceChildren(...rows.slice(0, shown).map(({ cells, marked }) => element("tr", { class: marked ? "marked" : "" },
-    ...cells.map((cell, i) => element("td", { class: data.columns[i].type === "name" ? "name" : TEXTS.has(data.columns[i].type) ? "text" : "num" }, SHOW[data.columns[i].type](cell))))));
-  };
-  let sorted = -1, down = true;
-  const titles = data.columns.map((column, i) => {
-    const cell = element("th", { scope: "col", title: "sort", class: TEXTS.has(column.type) ? "text" : "" }, column.title);
-    cell.addEventListener("click", () => {
-      down = sorted === i ? !down : !TEXTS.has(column.type);
-      sorted = i;
-      rows.sort((a, b) => (down ? -1 : 1) * (a.cells[i] < b.cells[i] ? -1 : a.cells[i] > b.cells[i] ? 1 : 0));
-      fill();
-    });
-    return cell;
-  });
-  fill();
-  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...titles)), body), more);
-}
-
-function tables() {
-  for (const data of DATA.tables) {
-    $("units").append(element("h2", {}, data.title));
-    if (!data.rows.length) { $("units").append(element("p", { class: "muted" }, "no step whose events are all in the files")); continue; }
-    $("units").append(element("p", { class: "muted" }, data.note), table(data));
-  }
-}
-
-function basis() {
-  const host = $("basis");
-  for (const [title, lines] of [["Not visible in this run", DATA.coverage], ["About these files", DATA.notes], ["Could not be used", DATA.problems]]) {
-    if (lines.length) host.append(element("h2", {}, title), element("ul", {}, ...lines.map((line) => element("li", {}, line))));
-  }
-  host.append(element("p", { class: "muted hint" }, `Made by fsdptrace ${DATA.version}. Charts: uPlot 1.6.32, MIT; its licence is in this file.`));
-}
-
+// First what one looks at first; rest.js has the rest, once that is on the screen.
+const begin = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+document.documentElement.dataset.theme = begin;
 head();
 findings();
 startTimeline();
-memory();
-tables();
-basis();
-theme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-$("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-const resized = new ResizeObserver(() => { clearTimeout(resized.timer); resized.timer = setTimeout(drawCharts, 150); });
-resized.observe($("steps"));
-// For whoever looks at the page from outside: tests and benchmarks.
-window.fsdptrace = { data: DATA, processes, timeline, curve };
 if (timeline) timeline.draw();
 performance.mark("fsdptrace-drawn");
+// For whoever looks at the page from outside: tests and benchmarks.
+window.fsdptrace = { data: DATA, processes, timeline, ready: false };

@@ -1,6 +1,6 @@
 "use strict";
 // Units per rank over time: which rows there are, what part of time is in sight, what is found, selected and marked.
-const GUTTER = 250, AXIS = 28, RANK_ROW = 30, PASS_ROW = 24, UNIT_ROW = 20, SHORTEST = 200;
+const GUTTER = 250, AXIS = 28, RANK_ROW = 30, PASS_ROW = 24, UNIT_ROW = 20, SHORTEST = 200, STALLS = "compute stands still";
 
 class Timeline {
   constructor(host, processes, names, hooks) {
@@ -23,11 +23,7 @@ class Timeline {
     const lanes = processes.reduce((sum, process) => sum + process.lanes.length + 1, 0);
     this.folded = new Set(lanes > 90 ? processes.keys() : []);
     if (this.folded.size) this.folded.delete(0);
-    let end = 1;
-    for (const process of processes) {
-      for (const layer of [process.calls, process.holds]) for (const t of layer.t1) if (t > end) end = t;
-    }
-    this.end = end;
+    this.end = processes.reduce((end, process) => Math.max(end, process.end), 1);
     this.painter = new Painter(this);
     this.layout();
     this.fit();
@@ -43,7 +39,12 @@ class Timeline {
   layout() {
     const rows = [];
     let y = AXIS;
-    const add = (row, height) => { rows.push({ ...row, y, height }); y += height; };
+    this.places = this.processes.map((process) => new Int32Array(process.lanes.length + 1).fill(-1)); // by lane, the rank's row first
+    const add = (row, height) => {
+      this.places[row.p][row.lane + 1] = rows.length;
+      rows.push({ ...row, y, height });
+      y += height;
+    };
     this.processes.forEach((process, p) => {
       add({ type: "rank", p, lane: -1 }, RANK_ROW);
       // Only those that were found: side by side, from every rank.
@@ -51,7 +52,8 @@ class Timeline {
       process.lanes.forEach((info, lane) => {
         const matched = this.matches(process, lane);
         if (this.only && this.query && !matched) return;
-        add({ type: info.group < 0 ? "passes" : "unit", p, lane, matched }, info.group < 0 ? PASS_ROW : UNIT_ROW);
+        const type = info.stream ? "device" : info.group < 0 ? "passes" : "unit";
+        add({ type, p, lane, matched }, type === "passes" ? PASS_ROW : UNIT_ROW);
       });
     });
     this.rows = rows;
@@ -155,9 +157,9 @@ class Timeline {
     if (x < GUTTER || row.type === "rank") return { row };
     const process = this.processes[row.p], time = this.timeAt(x), slack = 3 * (this.t1 - this.t0) / (this.width - GUTTER);
     const inside = y + this.host.scrollTop - row.y;
-    const order = row.type === "passes" || inside > row.height - 7 ? ["calls", "uses", "holds"] : ["uses", "holds", "calls"];
+    const order = row.type === "device" ? ["device"] : row.type === "passes" || inside > row.height - 7 ? ["calls", "uses", "holds"] : ["uses", "holds", "calls"];
     for (const layer of order) {
-      const i = process[layer].at(row.lane, time, layer === "calls" ? slack : 0);
+      const i = process[layer].at(row.lane, time, layer === "calls" || layer === "device" ? slack : 0);
       if (i >= 0) return { row, layer, p: row.p, i };
     }
     return { row };
@@ -165,14 +167,30 @@ class Timeline {
 
   rowAt(y) {
     if (y < AXIS) return null;
-    const at = y + this.host.scrollTop;
-    return this.rows.find((row) => row.y <= at && at < row.y + row.height) || null;
+    const row = this.rows[this.rowAfter(y + this.host.scrollTop)];
+    return row && row.y <= y + this.host.scrollTop ? row : null;
   }
 
-  // The first row in sight.
-  top() { return this.rows.find((row) => row.y + row.height > this.host.scrollTop + AXIS); }
+  // The number of the first row that ends after `y` of the content; with `begins`, that begins at it or after it.
+  rowAfter(y, begins = false) {
+    let low = 0, high = this.rows.length;
+    while (low < high) {
+      const middle = (low + high) >> 1, row = this.rows[middle];
+      if (begins ? row.y >= y : row.y + row.height > y) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
 
-  rowOf(p, lane) { return this.rows.find((row) => row.p === p && row.lane === lane); }
+  // The first row in sight, and the steps of its process.
+  top() { return this.rows[this.rowAfter(this.host.scrollTop + AXIS)]; }
+
+  steps() {
+    const row = this.top();
+    return row ? this.processes[row.p].data.steps : [];
+  }
+
+  rowOf(p, lane) { return this.rows[this.places[p][lane + 1]]; }
 
   toggle(p) {
     if (!this.folded.delete(p)) this.folded.add(p);
@@ -183,23 +201,14 @@ class Timeline {
   invalidate() {
     if (this.pending) return;
     this.pending = true;
-    requestAnimationFrame(() => { this.pending = false; this.draw(); });
+    requestAnimationFrame(() => { if (this.pending) this.draw(); });
   }
 
   draw() {
+    this.pending = false;
     const started = performance.now();
     this.painter.draw();
     this.draws++;
     this.lastDraw = performance.now() - started;
   }
-}
-
-function bisect(sorted, value) {
-  let low = 0, high = sorted.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] > value) high = middle;
-    else low = middle + 1;
-  }
-  return low;
 }
