@@ -136,12 +136,20 @@ def _board(uid: str, title: str, text: str, kinds: Sequence[str]) -> dashboard.D
     return _variables(board, kinds)
 
 
+def row(board: dashboard.Dashboard, title: str, *panels: Any) -> None:
+    """Adds a row of panels; without a title, panels alone."""
+    if title:
+        board.with_row(dashboard.Row(title))
+    for panel in panels:
+        board.with_panel(panel)
+
+
 def overview() -> dashboard.Dashboard:
     """A run at a glance."""
     board = _board("fsdptrace-overview", "FSDP2 run overview", "A training run under fsdptrace, all ranks", ["prometheus"])
     quantile = "histogram_quantile({q}, sum by (le{by}) (rate({metric}_bucket{{{ranks}}}[$__rate_interval])))"
-    board = board.with_row(dashboard.Row("Now"))
-    for panel in (
+    row(
+        board, "Now",
         figure("Ranks", "short", "Ranks that report", f"count(count by (dl_rank) (fsdp_step{{{RUN}}}))"),
         figure("Step", "short", "Newest finished step", f"max(fsdp_step{{{RUN}}})"),
         figure("Ranks apart by", "short", "Steps between the first rank and the last one",
@@ -151,10 +159,9 @@ def overview() -> dashboard.Dashboard:
                f'sum(fsdp_violations_total{{{RUN},fsdp_severity="error"}}) or vector(0)', 1),
         figure("Held past backward", "bytes", "At the end of the newest step, on the rank that holds most",
                f"max(fsdp_unsharded_past_backward_bytes{{{RUN}}})", 1),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
-    board = board.with_row(dashboard.Row("Time"))
-    for panel in (
+    )  # fmt: skip
+    row(
+        board, "Time",
         lines("Step time", "s", "Mean time from one step's end to the next, by rank",
               query(f"sum by (dl_rank) (rate(fsdp_step_duration_seconds_sum{{{RANKS}}}[$__rate_interval])) / "
                     f"sum by (dl_rank) (rate(fsdp_step_duration_seconds_count{{{RANKS}}}[$__rate_interval]))",
@@ -167,20 +174,18 @@ def overview() -> dashboard.Dashboard:
                     f"max by (fsdptrace_run_id, dl_rank) (fsdp_step{{{RANKS}}})", "rank {{dl_rank}}")),
         lines("Time since the last event", "s", "By rank: grows where a rank stands still",
               query(f"max by (dl_rank) (fsdp_last_event_age_seconds{{{RANKS}}})", "rank {{dl_rank}}")),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
-    board = board.with_row(dashboard.Row("Memory in gathered parameters"))
-    for panel in (
+    )  # fmt: skip
+    row(
+        board, "Memory in gathered parameters",
         lines("Gathered", "bytes", "At the end of a step, and the peak within it, by rank",
               query(f"max by (dl_rank) (fsdp_unsharded_memory_peak_bytes{{{RANKS}}})", "peak, rank {{dl_rank}}"),
               query(f"max by (dl_rank) (fsdp_unsharded_memory_bytes{{{RANKS}}})", "at the end, rank {{dl_rank}}")),
         lines("Held past backward", "bytes", "Gathered although the backward of the unit was over: the curve of a leak",
               query(f"max by (dl_rank) (fsdp_unsharded_past_backward_peak_bytes{{{RANKS}}})", "peak, rank {{dl_rank}}"),
               query(f"max by (dl_rank) (fsdp_unsharded_past_backward_bytes{{{RANKS}}})", "at the end, rank {{dl_rank}}")),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
-    board = board.with_row(dashboard.Row("Communication"))
-    for panel in (
+    )  # fmt: skip
+    row(
+        board, "Communication",
         lines("Host time to issue an all-gather", "s", "Of steps written in full; it is no time of the device",
               query(quantile.format(q=0.5, by=",fsdp_pass", metric="fsdp_unshard_host_duration_seconds", ranks=RANKS),
                     "median, {{fsdp_pass}}"),
@@ -197,10 +202,9 @@ def overview() -> dashboard.Dashboard:
         lines("All-gathers", "short", "Per second, by pass; and those whose result was freed unused",
               query(f"sum by (fsdp_pass) (rate(fsdp_gathers_total{{{RANKS}}}[$__rate_interval]))", "{{fsdp_pass}}"),
               query(f"sum(rate(fsdp_gathers_unused_total{{{RANKS}}}[$__rate_interval])) or vector(0)", "unused")),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
-    board = board.with_row(dashboard.Row("Findings, and the tracer itself"))
-    for panel in (
+    )  # fmt: skip
+    row(
+        board, "Findings, and the tracer itself",
         bars("Violations by rule", "So far, over the chosen ranks",
              f"sum by (fsdp_rule, fsdp_severity) (fsdp_violations_total{{{RANKS}}})", "{{fsdp_severity}} {{fsdp_rule}}",
              "none found"),
@@ -209,8 +213,7 @@ def overview() -> dashboard.Dashboard:
                     "{{fsdptrace_part}}, rank {{dl_rank}}")),
         lines("Events lost", "short", "Not in memory (recorder), not in the files (files), refused by the back end (exporter)",
               query(f"sum by (fsdptrace_where) (fsdptrace_dropped_total{{{RANKS}}})", "{{fsdptrace_where}}")),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
+    )  # fmt: skip
     return board
 
 
@@ -226,7 +229,8 @@ def units() -> dashboard.Dashboard:
         f'sum by (fsdp_module_fqn) (rate({{metric}}_count{{{{{RANKS},fsdp_module_fqn!=""}}}}[$__rate_interval])))'
     )
     spans = '{{ name = "{name}" && resource.fsdptrace.run.id = "$run" }}'
-    for panel in (
+    row(
+        board, "",
         lines("Host time to issue a unit's all-gather", "s", "Mean, the 15 units that take longest",
               query(top.format(metric="fsdp_unshard_host_duration_seconds"), "{{fsdp_module_fqn}}"), empty=empty),
         bars("All-gathers by unit", "Of steps written in full, so far",
@@ -243,8 +247,7 @@ def units() -> dashboard.Dashboard:
                traceql('{ name = "fsdp.unshard" && span.fsdp.prefetch.direction != nil && resource.fsdptrace.run.id = "$run" }'
                        " | select(span.fsdp.module.fqn, span.fsdp.issuer.fqn, span.fsdp.prefetch.mode)", spans=True),
                source=TEMPO),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
+    )  # fmt: skip
     return board
 
 
@@ -254,7 +257,8 @@ def step_traces() -> dashboard.Dashboard:
     step = 'name = "fsdp.step" && span.fsdptrace.run.id = "$run"'
     tag = 'fsdptrace.run.id="$run"'
     rank = "fsdp.rank"
-    for panel in (
+    row(
+        board, "",
         traces("Steps (Tempo)", "Newest first", traceql(f"{{ {step} }} | select(span.fsdp.step)"), source=TEMPO),
         traces("Steps with an error (Tempo)", "A rank with a violation, an exception, or one that died",
                traceql('{ name = "fsdp.rank" && status = error && span.fsdptrace.run.id = "$run" }'
@@ -263,8 +267,7 @@ def step_traces() -> dashboard.Dashboard:
         traces("Steps (Jaeger)", "Newest first", _Ready(JaegerSearch("fsdptrace", "fsdp.step", tag, "A")), source=JAEGER),
         traces("Steps with an error (Jaeger)", "A rank with a violation, an exception, or one that died",
                _Ready(JaegerSearch("fsdptrace", rank, f"error=true {tag}", "A")), source=JAEGER),
-    ):  # fmt: skip
-        board = board.with_panel(panel)
+    )  # fmt: skip
     return board
 
 

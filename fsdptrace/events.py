@@ -387,6 +387,11 @@ SPECS: Final[Mapping[int, KindSpec]] = {
     )
 }  # fmt: skip
 
+#: Fields of a kind that a record has, in its order: all but those that are worked out.
+WRITTEN: Final[Mapping[int, tuple[FieldSpec, ...]]] = {
+    number: tuple(field for field in spec.fields if field.codec != "derived") for number, spec in SPECS.items()
+}
+
 #: The common fields of every event and what they mean, for the docs.
 COMMON_FIELDS: Final[tuple[tuple[str, str], ...]] = (
     ("seq", "number of the event in this process, given when the call begins: children have higher numbers than "
@@ -586,9 +591,7 @@ def encode(event: Event, texts: Texts) -> tuple[int, ...]:
     kind = KIND_NUMBER[event.kind]
     data = event.data
     payload: list[int] = []
-    for spec in SPECS[kind].fields:
-        if spec.codec == "derived":
-            continue
+    for spec in WRITTEN[kind]:
         if spec.codec == "how":
             payload.append(
                 pack_how(

@@ -82,12 +82,7 @@ class LineFormatter:
             return f",{body[1:-1]}" if len(body) > 2 else ""
         text = ""
         once = False
-        position = 0
-        for spec in ev.SPECS[kind].fields:
-            if spec.codec == "derived":
-                continue
-            value = data[position]
-            position += 1
+        for spec, value in zip(ev.WRITTEN[kind], data, strict=False):
             if spec.usual == "model":
                 if value == self._usual(spec.name, group, context):
                     continue

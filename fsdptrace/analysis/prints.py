@@ -23,9 +23,9 @@ COUNTED = tuple(
 WHOLE_MODEL = "\0"  # stands for the events that belong to no group: outermost forwards, backwards, optimizer steps
 _LEFT_OUT = {"region", "recompute"}  # numbers of events
 _NUMBERS = {
-    kind: {i for i, field in enumerate(f for f in spec.fields if f.codec != "derived") if field.name in _LEFT_OUT}
-    for kind, spec in ev.SPECS.items()
-    if any(field.name in _LEFT_OUT for field in spec.fields)
+    kind: {i for i, field in enumerate(fields_of) if field.name in _LEFT_OUT}
+    for kind, fields_of in ev.WRITTEN.items()
+    if any(field.name in _LEFT_OUT for field in fields_of)
 }
 _OF_THE_MACHINE = (ev.STEP, ev.DEVICE, ev.MEMORY)  # what the device took, and sums; no two runs agree on them
 
@@ -64,12 +64,7 @@ class Describer:
         parts = [ev.KINDS[kind]]
         if context % 4:
             parts.append(f"in {ev.PASSES[context % 4]}")
-        position = 0
-        for spec in ev.SPECS[kind].fields:
-            if spec.codec == "derived":
-                continue
-            value = data[position]
-            position += 1
+        for spec, value in zip(ev.WRITTEN[kind], data, strict=False):
             if spec.name not in _LEFT_OUT and (text := self._field(spec, value)):
                 parts.append(text)
         return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""From lines to records: the integers that rules and summaries read, straight from a line's data.
+"""From lines to records: the integers that rules and summaries read, straight from a line's data; and what they say.
 
 The same as ``events.encode(files.read_event(...))`` without the :class:`~fsdptrace.events.Event` in between, which would
 be most of the time that a large trace takes.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdptrace import events as ev
-from fsdptrace.model_map import ModelMap
+from fsdptrace.model_map import ModelMap, show_name
 
 
 def _decoder() -> tuple[Callable[[bytes], Any], tuple[type[Exception], ...]]:
@@ -98,8 +98,8 @@ _OF_A_GROUP = frozenset(ev.KINDS[kind] for kind in (
 _PLANS: Mapping[str, tuple[int, tuple[_Read, ...], tuple[int, ...]]] = {
     spec.name: (
         spec.number,
-        tuple(_reader(field) for field in spec.fields if field.codec != "derived"),
-        (0,) * (ev.WIDTH - ev.A - sum(field.codec != "derived" for field in spec.fields)),
+        tuple(_reader(field) for field in ev.WRITTEN[spec.number]),
+        (0,) * (ev.WIDTH - ev.A - len(ev.WRITTEN[spec.number])),
     )
     for spec in ev.SPECS.values()
     if spec.number != ev.VIOLATION
@@ -130,3 +130,23 @@ def record_of(data: Mapping[str, Any], model: ModelMap | None, texts: ev.Texts) 
     )
     payload = [read(data, model, group, texts) for read in readers]
     return (number, data["seq"], data["t0"], data["t1"], group, data.get("parent") or 0, context, *payload, *rest)
+
+
+_CODECS = {number: {field.name: field.codec for field in spec.fields} for number, spec in ev.SPECS.items()}
+
+
+def fields_of(record: Sequence[int], model: ModelMap, texts: ev.Texts) -> Iterator[tuple[str, str, Any]]:
+    """``(name, codec, value)`` of what a record says of its kind, for a reader: names of units for their numbers (the root as
+    ``(root)``), yes and no; what says nothing is left out."""
+    codecs = _CODECS[record[ev.KIND]]
+    for name, value in ev.decode(record, 0, texts, model.tensors).data.items():
+        codec = codecs.get(name, "")
+        if value is None or value == "":
+            continue
+        if codec == "group":
+            value = show_name(model.fqn(value))
+        elif codec == "unit":
+            value = show_name(model.units[value].fqn)
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        yield name, codec, value

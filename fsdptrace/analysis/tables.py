@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fsdptrace.analysis import sql, workers
 from fsdptrace.analysis.notes import spans
+from fsdptrace.analysis.ranks import RankRow, Slowest
 from fsdptrace.analysis.run import ModelReport, Run
 from fsdptrace.analysis.run import load as load_run
 from fsdptrace.analysis.steplines import StepLine
+from fsdptrace.analysis.traffic import TrafficRow
+from fsdptrace.summary import GroupSummary, Prefetches
 
 if TYPE_CHECKING:
     import duckdb
@@ -164,26 +167,21 @@ def _rows(run: Run) -> dict[str, _Table]:
     }  # fmt: skip
 
 
-_SUMS = (
-    "gathers_forward", "gathers_backward", "gathers_recompute", "gathers_other", "noops", "wasted", "prefetched",
-    "gathered_bytes", "wire_bytes", "reduce_scatters", "all_reduces", "reduced_bytes", "reduce_wire_bytes", "lifetime_ns",
-    "distance_ns", "distance_max_ns", "waits", "wait_ns", "forwards", "backwards",
-)  # fmt: skip
-_UNIT = {"bytes_low": _INT, "bytes_high": _INT, **dict.fromkeys(_SUMS, _INT)}
-_STEP = {name: _BOOL if name == "full" else _INT for name in StepLine.__dataclass_fields__}
-_TRAFFIC = {
-    "collective": _TEXT, "mesh": _TEXT, "world": _INT, "dtype": _TEXT, "calls": _INT, "bytes": _INT, "wire_bytes": _INT,
-    "expected_calls": _INT, "expected_wire_bytes": _INT,
-}  # fmt: skip
-_PREFETCH = dict.fromkeys(("issued", "used", "late", "wasted", "waits", "distance_ns"), _INT)
-_RANK = {
-    "rank": _INT, "host": _TEXT, "steps": _INT, "step_ns": _FLOAT, "wait_ns": _FLOAT, "last": _INT, "behind_ns": _FLOAT,
-    "events": _INT, "dropped": _INT, "bytes": _INT, "drain_ns": _INT,
-}  # fmt: skip
-_SLOWEST = {
-    "collective": _TEXT, "unit": _TEXT, "model": _INT, "calls": _INT, "rank": _INT, "times": _INT, "mean_ns": _FLOAT,
-    "max_ns": _INT,
-}  # fmt: skip
+_KINDS = {"int": _INT, "float": _FLOAT, "str": _TEXT, "bool": _BOOL}
+
+
+def _columns(of: type, *without: str) -> dict[str, str]:
+    """The fields of a dataclass as columns."""
+    return {item.name: _KINDS[str(item.type)] for item in fields(of) if item.name not in without}
+
+
+_SUMS = _columns(GroupSummary, "group", "fqn", "bytes")
+_UNIT = {"bytes_low": _INT, "bytes_high": _INT, **_SUMS}
+_STEP = _columns(StepLine)
+_TRAFFIC = _columns(TrafficRow)
+_PREFETCH = _columns(Prefetches)
+_RANK = _columns(RankRow)
+_SLOWEST = _columns(Slowest)
 _FINDING = {
     "rule": _TEXT, "severity": _TEXT, "pattern": _TEXT, "model": _INT, "root": _TEXT, "times": _INT, "unit_count": _INT,
     "step_count": _INT, "ranks": "BIGINT[]", "bytes": _INT, "step_bytes": _INT, "rank": _INT, "step": _INT, "seq": _INT,

@@ -13,6 +13,7 @@ from fsdptrace.analysis import Finding, ProcessTrace, Run, read_process
 from fsdptrace.analysis.device import STREAMS, DeviceSpan, device_spans
 from fsdptrace.analysis.notes import ranks_text, spans
 from fsdptrace.analysis.process import StepPart
+from fsdptrace.analysis.records import fields_of
 from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, ModelTimes, ProcessTimes, clock_offsets
 from fsdptrace.checks.text import count, size
 from fsdptrace.html import tables
@@ -163,24 +164,13 @@ class _Read:
 
 
 def describe(part: StepPart, record: Sequence[int]) -> str:
-    """The fields of a record's kind for a reader, with units' names for their ids."""
-    event = ev.decode(record, part.step, part.texts, part.map.tensors)
-    codecs = {spec.name: spec.codec for spec in ev.SPECS[record[ev.KIND]].fields}
+    """The fields of a record's kind for a reader, one a line."""
     shown = []
-    for name, value in event.data.items():
-        codec = codecs.get(name, "")
-        if value is None or value == "":
-            continue
+    for name, codec, value in fields_of(record, part.map, part.texts):
         if codec == "bytes" or name == "wire_bytes":
             value = size(value)
         elif codec == "ns":
             value = f"{value:,} ns"
-        elif codec == "group":
-            value = part.map.fqn(value) or "(root)"
-        elif codec == "unit":
-            value = part.map.units[value].fqn or "(root)"
-        elif codec == "bool":
-            value = "yes" if value else "no"
         shown.append(f"{name.replace('_', ' ')}: {value}")
     return "\n".join(shown)
 

@@ -10,6 +10,7 @@ from fsdptrace import events as ev
 from fsdptrace.analysis import ProcessTrace, read_process
 from fsdptrace.analysis.device import STALLS, STREAMS, device_spans
 from fsdptrace.analysis.process import StepPart
+from fsdptrace.analysis.records import fields_of
 from fsdptrace.analysis.sources import Source
 from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, Hold, ModelTimes, ProcessTimes
 from fsdptrace.analysis.workers import Advance
@@ -148,7 +149,7 @@ class RankTracks:
         if known is None:
             if len(self._known) > 100_000:
                 self._known.clear()
-            args = _arguments(part, record)
+            args: dict[str, Value] = {name: value for name, _, value in fields_of(record, part.map, part.texts)}
             name = ev.KINDS[kind] + (f" {show_name(part.map.fqn(group))}" if group >= 0 else "")
             if kind in (ev.REGION, ev.RECOMPUTE) and args.get("name"):
                 name += f" {args['name']}"
@@ -236,21 +237,3 @@ class RankTracks:
     def put_foreign(self, group: str, name: str, order: int, slices: Sequence[Slice]) -> None:
         """Slices that another tool recorded of this rank, already in Unix time."""
         self._put(group, name, 10_000 + order, slices)
-
-
-def _arguments(part: StepPart, record: Sequence[int]) -> Mapping[str, Value]:
-    """The fields of the record's kind, with units' names for their ids."""
-    codecs = {spec.name: spec.codec for spec in ev.SPECS[record[ev.KIND]].fields}
-    args: dict[str, Value] = {}
-    for name, value in ev.decode(record, part.step, part.texts, part.map.tensors).data.items():
-        codec = codecs.get(name, "")
-        if value is None or value == "":
-            continue
-        if codec == "group":
-            value = show_name(part.map.fqn(value))
-        elif codec == "unit":
-            value = show_name(part.map.units[value].fqn)
-        elif isinstance(value, bool):
-            value = "yes" if value else "no"
-        args[name] = value
-    return args
