@@ -205,6 +205,27 @@ found there (`repeated-gather` on torchtitan's chunked loss) and mended.
 """
 
 
+_EXCEPTIONS = """\
+## On exceptions
+
+An exception that leaves a recorded model carries notes (`add_note`; on Python 3.10 they are logged), which survive pickling.
+They say what was gathered, and:
+
+| the exception came out of | the note |
+|---|---|
+| a unit that was freed in the middle of its forward, recomputation or backward, or not gathered for its backward | \
+`illegal-state`: the unit, the event, who freed it |
+| a module that used parameters of a closed unit past the unit's forward, or a copy of them that was kept | \
+`outside-forward`: the unit, the event that freed it, or the gather that nobody waited for |
+| a backward whose pre-backward was lost | `lost-pre-backward`: the unit, the event that freed it |
+| a pass that began on units which an earlier exception had left half done | `unclean-start`: that exception and its step, \
+the units, the state that they are in since, the gather they are open with, and whether it is older than their parameters |
+| state-dict code, while a unit was open | `unpaired-unshard`: the unit and who opened it |
+
+Where all units are as they should be nothing more is said: the error is the program's own.
+"""
+
+
 def rules_page() -> str:
     """docs/rules.md."""
     rules = list(RULES.values())
@@ -218,6 +239,7 @@ def rules_page() -> str:
         *(f"| [`{rule.name}`](#{rule.name}) | {_severity(rule)} | {_cell(rule.summary)} |" for rule in rules),
         "",
         _JUDGED,
+        _EXCEPTIONS,
         *(_rule(rule) for rule in rules),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
@@ -236,6 +258,7 @@ def _rule(rule: type[Rule]) -> str:
             f"```python\n{rule.example}\n```",
             f"**What to change.** {rule.mend}",
             f"**Silent on** {rule.silent}.",
+            *([f"**Not seen:** {rule.unseen}."] if rule.unseen else []),
             f"**Cost:** {rule.cost}.\n",
         ]
     )

@@ -56,6 +56,9 @@ class Recorded:
         session.recorded[number] = weakref.ref(self)
         self._elsewhere: InvariantViolation | None = None
         session.add_model(described.map)
+        for rule in rules:
+            if rule.unseen:
+                session.cannot_show(f"{rule.name}: {rule.unseen}")
 
         self._seen = False
 
@@ -147,6 +150,8 @@ class Recorded:
         found = [violation for violation in self.engine.latest if violation.seq == seq]
         if found:
             notes.put_on(error, notes.finding(found))
+        if left := self.engine.aftermath.note(seq):
+            notes.put_on(error, left)
         note = notes.describe(self.engine.tracker, self.found)
         if self.timing is not None:
             note += notes.allocator(self.engine.tracker, *self.timing.memory())

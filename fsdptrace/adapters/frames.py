@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
@@ -21,6 +22,7 @@ FREED, STATE_DICT = 1, 2  # positions in events.ABOUT
 # DTensor beside a plain tensor (torch/distributed/tensor/_dispatch.py; in C++ since 2.12).
 _FREED = ("storage of size 0", "got mixed torch.Tensor and DTensor", "data is not allocated")
 
+_TENSORS = (torch.Tensor, nn.Parameter)
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
 _CALLS = ("_call_impl", "_wrapped_call_impl", "_slow_forward", "inner", "__call__")  # of nn.Module: they only pass a call on
@@ -114,6 +116,8 @@ def closed_use(error: BaseException, units: list[Unit]) -> Used | None:
         if closed:
             return _through(replace(used, group=closed[0]), unit, frames, parts)
         read = parts.read_below(module, frame)
+        if read is None:
+            read = parts.kept_copy(module, frame)
         if read is not None or parts.holds(module):
             return None if read is None else replace(used, group=read)
     return None
@@ -179,6 +183,23 @@ class _Parts:
                     if path.startswith(prefix) and named.issuperset(step for step in steps if step and not step.isdigit()):
                         found.add(number)
         return found.pop() if len(found) == 1 else None
+
+    def kept_copy(self, module: nn.Module, frame: FrameType) -> int | None:
+        """The closed group of whose gathered copy a local variable of ``frame``, or an attribute of ``module``, is a part: by
+        storage, so that there is no doubt. ``None`` where there is none, or more than one."""
+        kept = {_storage(value) for value in (*frame.f_locals.values(), *vars(module).values()) if type(value) in _TENSORS}
+        found = set()
+        for unit in self._units:
+            for number in _closed(unit) if kept else ():
+                for param in unit.groups[unit.info.groups.index(number)].fsdp_params:
+                    copy = param.__dict__.get("_unsharded_param")
+                    if copy is not None and _storage(copy) in kept:
+                        found.add(number)
+        return found.pop() if len(found) == 1 else None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _closed(unit: Unit) -> list[int]:

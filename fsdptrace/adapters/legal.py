@@ -2,7 +2,8 @@
 
 Besides the plain cycle idle → forward → idle → pre_backward → post_backward → idle there are, in every release looked at
 (2.6 to 2.15): forward → forward (a grouped unit, or a second module call of it), forward → pre_backward and forward →
-post_backward (a partly run grouped unit), idle → post_backward (a final callback, or a loss on no output of the unit),
+post_backward (a partly run grouped unit), a post-forward in idle (a registered method that calls the module itself, as
+``generate`` does), idle → post_backward (a final callback, or a loss on no output of the unit),
 post_backward → pre_backward (a further output of the unit whose gradient comes later), and forwards inside a backward:
 recomputation, where FSDPState leaves a group in pre_backward alone, reentrant checkpointing, and forwards of the user's.
 ``use_training_state`` sets forward or pre_backward for a moment, inside a prefetch.
@@ -23,8 +24,8 @@ _TABLE: Table = {
         True: frozenset({IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD}),
     },
     "post_forward": {
-        False: frozenset({FORWARD}),
-        True: frozenset({FORWARD, PRE_BACKWARD, POST_BACKWARD}),
+        False: frozenset({FORWARD, IDLE}),
+        True: frozenset({FORWARD, PRE_BACKWARD, POST_BACKWARD, IDLE}),
     },
     "pre_backward": {
         False: frozenset({IDLE, FORWARD, POST_BACKWARD}),

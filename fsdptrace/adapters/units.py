@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdptrace.adapters.compat import groups_of
 from fsdptrace.adapters.compiler import not_compiled
 from fsdptrace.adapters.describe import Unit
+from fsdptrace.adapters.registered import RegisteredMethods
 
 
 class UnitHooks:
@@ -22,6 +23,7 @@ class UnitHooks:
     ) -> None:
         self.unit = unit
         self.begin, self._ready, self._end = (not_compiled(hook) for hook in (begin, ready, end))
+        self._registered = RegisteredMethods(self._end)
         self._methods = methods
         self._others = others
         # RemovableHandle gives the ids, so that they never clash with hooks of the user's.
@@ -42,6 +44,7 @@ class UnitHooks:
             module._forward_hooks_always_called[post_id] = True
         if self.unit.state is not None:
             put_over(self.unit.state.__dict__, self._methods, self._others)
+            self._registered.put_on(self.unit.modules)
 
     def take_off(self) -> None:
         """Removes what :meth:`put_on` put there."""
@@ -52,6 +55,7 @@ class UnitHooks:
             module._forward_hooks_always_called.pop(post_id, None)
         if self.unit.state is not None:
             take_back(self.unit.state.__dict__, self._methods, self._others)
+            self._registered.take_off()
 
     def let_go(self) -> None:
         """Drops the references to PyTorch's objects."""

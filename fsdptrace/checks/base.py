@@ -107,6 +107,8 @@ class Rule:
     """What to change."""
     silent: ClassVar[str]
     """Legal things that look like it."""
+    unseen: ClassVar[str] = ""
+    """What breaks it and leaves no trace: every file says so (`coverage`), where the rule is on."""
     cost: ClassVar[str] = "per event, a comparison or two"
     opt_in: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Any]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 from fsdptrace import events as ev
 from fsdptrace.adapters.legal import legal_states
 from fsdptrace.checks import registry
+from fsdptrace.checks.aftermath import Aftermath
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.tracker import Tracker
 from fsdptrace.model_map import ModelMap
@@ -31,6 +32,7 @@ class Engine:
         texts: the strings that events refer to.
 
     Attributes:
+        aftermath: what exceptions left half done, for the notes on later ones.
         latest: what rules reported at the last event at which they did, new in its step or not.
         repeated: how often a violation was seen again in its step, by ``(rule, group, cause)``.
     """
@@ -52,6 +54,7 @@ class Engine:
         self.rules = registry.make(
             rules, self.tracker, self._report, {"illegal-state": {"legal": legal_states(release)}, **(options or {})}
         )
+        self.aftermath = Aftermath(self.tracker, self._report)
         self._handlers: list[Handler] = [_nothing] * len(ev.KINDS)
         for kind in range(1, len(ev.KINDS)):
             self._handlers[kind] = self._compose(kind)
@@ -78,7 +81,7 @@ class Engine:
         if hasattr(self.tracker, name):
             parts.append(getattr(self.tracker, name))
         # At a step the rules look before the tracker turns the page.
-        rules = [getattr(rule, name) for rule in self.rules if hasattr(rule, name)]
+        rules = [getattr(rule, name) for rule in (*self.rules, self.aftermath) if hasattr(rule, name)]
         parts = [*rules, *parts, self._turn_page] if kind == ev.STEP else [*parts, *rules]
         if not parts:
             return _nothing

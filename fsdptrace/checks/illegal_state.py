@@ -7,21 +7,26 @@ from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.text import size
+from fsdptrace.checks.tracker import UNSHARD_IN_BACKWARD, GroupState, Tracker
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+_PRE_BACKWARD = ev.TRAINING_STATES.index("pre_backward")
 _POST_BACKWARD = ev.TRAINING_STATES.index("post_backward")
+_FREED = ev.ABOUT.index("freed")
 
 
 class IllegalState(Rule):
     name: ClassVar[str] = "illegal-state"
     severity: ClassVar[str] = "error"
     summary: ClassVar[str] = (
-        "a group's hooks arrive in an order outside the table of legal transitions, or a forward or recomputation computes "
-        "while the group is closed"
+        "a group's hooks arrive in an order outside the table of legal transitions, or a forward, recomputation or backward "
+        "computes while the group is closed"
     )
     explanation: ClassVar[str] = (
         "A unit that computes with freed parameters fails with `mixed torch.Tensor and DTensor` or a storage of size 0, often "
-        "far from the cause. torch 2.10 and older do so when a checkpointed unit with a unit inside runs twice before one "
+        "far from the cause: where one is freed in the middle of its own forward or backward (a `reshard()` too early, a state dict "
+        "taken inside), the exception that follows is annotated with it. torch 2.10 and older do so when a checkpointed unit with a unit inside runs twice before one "
         "backward (DPO's chosen and rejected): the first recomputation frees what the second one needs."
     )
     example: ClassVar[str] = (
@@ -65,6 +70,45 @@ class IllegalState(Rule):
     def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if a not in self._pre_backward[context % 4]:
             self._say_order("pre_backward", seq, group, context, a)
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        if c != _FREED or d >= 0:  # about something else, or a use that is outside-forward's
+            return
+        state = closed_in_use(self.tracker, group, context % 4)
+        if state is None:
+            return
+        tracker = self.tracker
+        where = "its backward" if state.training == _PRE_BACKWARD and group < 0 else "its own forward"
+        if context % 4 == ev.PASS_RECOMPUTE:
+            where = "its recomputation"
+        step = tracker.step_number
+        if state.training == _PRE_BACKWARD and group < 0 and not gathers_in_backward(state):
+            self._say_never_gathered(seq, state)
+            return
+        cause = ev.RESHARD_CAUSES[state.freed_cause]
+        if cause not in _FREED_BY:
+            return
+        how, hint = _FREED_BY[cause]
+        self.report(
+            Violation(
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, step,
+                f"{state.name} was freed in the middle of {where}: {how} freed it at event {state.freed} (step {step}), and what used "
+                f"its parameters after that failed at event {seq}; gathered they are {size(state.bytes)}.",
+                hint.format(name=state.name), (state.freed, seq), state.bytes, "closed",
+            )
+        )  # fmt: skip
+
+    def _say_never_gathered(self, seq: int, state: GroupState) -> None:
+        name = state.name
+        self.report(
+            Violation(
+                self.name, self.severity, self.tracker.map.model, state.id, state.fqn, self.tracker.step_number,
+                f"{name} was not gathered for its backward, since set_unshard_in_backward(False) was called on it, and what used its "
+                f"parameters there failed at event {seq}.",
+                f"Call {name}.set_unshard_in_backward(True): only units whose backward needs no parameters (embeddings) may go "
+                "without.", (state.freed, seq) if state.freed else (seq,), state.bytes, "closed",
+            )
+        )  # fmt: skip
 
     def _say_order(self, hook: str, seq: int, group: int, context: int, before: int) -> None:
         tracker = self.tracker
@@ -113,6 +157,47 @@ class IllegalState(Rule):
             f"Look for code that calls, wraps or replaces the hooks of {name} or its unshard(). After an exception: "
             f"{after_an_exception(self)}"
         )
+
+
+_FREED_BY: Mapping[str, tuple[str, str]] = {
+    "manual": (
+        "a call of reshard()",
+        "Call reshard() of {name}, or of a module around it, when its forward or backward has ended, not inside.",
+    ),
+    "state_dict": ("a state dict", "Take state dicts between passes, not inside of one."),
+    "reset": ("reset_iter_state()", "Call reset_iter_state() between passes, not inside of one."),
+}
+"""Who freed a unit in the middle of a pass, by the reshard's cause, and what to change."""
+
+
+def closed_in_use(tracker: Tracker, group: int, pass_: int) -> GroupState | None:
+    """The group that is closed between its pre-forward and its post-forward, or its pre-backward and its post-backward.
+
+    Args:
+        group: that of the module which an exception came out of, -1 where it came out of none: out of the backward itself.
+        pass_: the pass that it came out of.
+    """
+    if group >= 0:
+        state = tracker.groups[group]
+        use = (1, 2) if pass_ == ev.PASS_RECOMPUTE else (1,)
+        return state if pass_ != ev.PASS_NONE and state.training in use and freed_since_opened(state) else None
+    if pass_ not in _BACKWARD_PASSES:
+        return None
+    closed = [state for state in tracker.groups if state.touched and state.training == _PRE_BACKWARD and not state.open]
+    # A pre-backward leaves its group open, unless it is told not to gather: else it was freed since, which is never right.
+    found = [g for g in closed if gathers_in_backward(g) and freed_since_opened(g)]
+    found = found or [g for g in closed if not gathers_in_backward(g)]
+    return found[0] if len(found) == 1 else None
+
+
+def freed_since_opened(state: GroupState) -> bool:
+    """Whether the group was gathered for its pass, and freed after that."""
+    return not state.open and not state.pending and state.freed > state.opened > 0
+
+
+def gathers_in_backward(state: GroupState) -> bool:
+    """Whether its pre-backward gathers it: ``set_unshard_in_backward``."""
+    return bool(state.flags & UNSHARD_IN_BACKWARD)
 
 
 def after_an_exception(rule: Rule) -> str:

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.illegal_state import closed_in_use
 from fsdptrace.checks.tracker import GroupState
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
@@ -57,7 +58,7 @@ class LostPreBackward(Rule):
         if c != _FREED or group >= 0 or b >= 0 or d >= 0:  # about something else, or out of a module: another rule's
             return
         state = self._lost()
-        if state is None:
+        if state is None or closed_in_use(self.tracker, group, context % 4) is not None:  # known for certain: illegal-state
             return
         self._say(
             seq, state, f"the backward failed at event {seq} on parameters that are not gathered: {state.name} ran with grad, was "

@@ -56,6 +56,11 @@ class OutsideForward(Rule):
         total = state.bytes or tracker.map.groups[d].bytes
         evidence = (state.freed, seq) if state.freed else (seq,)
         freed = f" (freed at event {state.freed})" if state.freed else ""
+        if state.pending:
+            who = tracker.asked_by(state.opened_how, state.opened_by, "unshard(async_op=True)")
+            freed = f" (a gather is pending: {who} issued it at event {state.opened}, and nobody has waited for it)"
+            hint = "Call wait() on what unshard(async_op=True) returns before the parameters are used outside a forward."
+            evidence = (state.opened, seq)
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, d, state.fqn, tracker.step_number,

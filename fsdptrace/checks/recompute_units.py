@@ -31,14 +31,27 @@ class RecomputeUnits(Rule):
     )
     silent: ClassVar[str] = (
         "a recomputation that early stop ended, for which the forward's first units are enough; recomputation by hand, outside of "
-        "a backward"
+        "a backward; a pass that began on units that an exception left half done (`unclean-start`)"
     )
     cost: ClassVar[str] = "two integers per pre-forward; one comparison of sequences per recomputation"
+
+    def configure(self, options: object) -> None:
+        self._half_way = False
+
+    def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        # Units that it leaves in pre-backward skip the hooks of the next forward, so that this seems to use none of them.
+        self._half_way = self._half_way or context % 4 in (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
+
+    def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._half_way = self._half_way and not b
+
+    def state(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._half_way = False
 
     def recompute(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         tracker = self.tracker
         state = tracker.regions.known.get(a)
-        if state is None or context % 4 != ev.PASS_RECOMPUTE:
+        if state is None or context % 4 != ev.PASS_RECOMPUTE or self._half_way:
             return
         again = tracker.regions.again
         at = units_differ(state.units, again, c == _RETURNED)

@@ -28,8 +28,7 @@ class StaleWeights(Rule):
         "there. When an optimizer, a load or a write changes the shards meanwhile, the next forward computes with the weights "
         "of before and raises nothing: the loss stands still or drifts. Between forward and backward the copy of the forward "
         "is the right one, so that a backward is never reported. Writes by hand are seen by the version counters of the shards, "
-        "of units that a pass or a call of unshard() left gathered; writes through `.data` and `torch._foreach_…` leave no trace "
-        "there."
+        "of units that a pass or a call of unshard() left gathered."
     )
     example: ClassVar[str] = (
         "loss.backward()\n"
@@ -45,6 +44,10 @@ class StaleWeights(Rule):
     silent: ClassVar[str] = (
         "a copy that is used by the backward of the forward it was made for, units of other optimizers, shards that change while "
         "nothing is gathered, the use of a gather that `pending-gather` has reported"
+    )
+    unseen: ClassVar[str] = (
+        "shards written through `.data`, through numpy, or by `torch._foreach_…` on DTensors outside of an optimizer's step, which "
+        "bump no version counter (a load and an optimizer's step are events of their own)"
     )
     cost: ClassVar[str] = "one comparison per forward of a unit; a look at what a pass left gathered"
 

@@ -32,6 +32,7 @@ class WriteToTemporary(FactRule):
     silent: ClassVar[str] = (
         "changes of shards, changes that are taken back before the unit closes, gradients that FSDP2 keeps under no-sync, buffers"
     )
+    unseen: ClassVar[str] = "gathered copies written through `.data` or through numpy, which bump no version counter"
     cost: ClassVar[str] = (
         "a look at each parameter of a unit that a pass left open, and a version counter per parameter in a few steps"
     )

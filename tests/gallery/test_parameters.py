@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 
 import fsdptrace
+from fsdptrace.analysis import load
 from gallery.models import DIM, data, layers, linear, sgd, shard, steps
 from gallery.verdict import verdict
 from support.models import Calls
@@ -522,3 +523,31 @@ class TestWriteToTemporary:
                 optimizer.step()
                 optimizer.zero_grad()
         verdict(rec).silent()
+
+
+def test_writes_that_leave_no_trace(fake_pg: Any, watch: Any) -> None:
+    """What the coverage of the file says is not seen is not; the same writes past no version counter are."""
+    mesh = fake_pg(2)
+    writes: dict[str, Callable[[list[Any]], Any]] = {
+        "by hand": lambda shards: [shard.add_(1) for shard in shards],
+        "on the local tensors": lambda shards: torch._foreach_add_([shard.to_local() for shard in shards], 1),
+        ".data": lambda shards: [shard.data.add_(1) for shard in shards],
+        "numpy": lambda shards: [shard.to_local().numpy().__iadd__(1) for shard in shards],
+        "torch._foreach_": lambda shards: torch._foreach_add_(shards, 1),
+    }
+    seen = {}
+    for name, write in writes.items():
+        model = layers(mesh, 2, reshard_after_forward=False)
+        shards = list(model.parameters())
+        with watch(model) as rec, torch.no_grad():
+            model(data())
+            write(shards)
+            model(data())
+        seen[name] = sorted(v.fqn for v in rec.violations if v.rule == "stale-weights")
+    assert seen == {
+        "by hand": ["0", "1"], "on the local tensors": ["0", "1"], ".data": [], "numpy": [], "torch._foreach_": [],
+    }  # fmt: skip
+    rec.close()
+    told = "\n".join(load(rec.path).coverage)
+    assert "stale-weights: shards written through `.data`, through numpy, or by `torch._foreach_…` on DTensors" in told
+    assert "write-to-temporary: gathered copies written through `.data` or through numpy" in told
