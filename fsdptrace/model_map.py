@@ -182,5 +182,10 @@ T = TypeVar("T")
 
 
 def _from(cls: type[T], data: Mapping[str, Any]) -> T:
-    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    names = _NAMES[cls]
     return cls(**{key: value for key, value in data.items() if key in names})
+
+
+_NAMES: Mapping[type, frozenset[str]] = {
+    cls: frozenset(field.name for field in fields(cls)) for cls in (ParamInfo, GroupInfo, UnitInfo)
+}

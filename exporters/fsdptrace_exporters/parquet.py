@@ -62,12 +62,22 @@ def write(
 
 def _events(loaded: tables.Tables, file: str, out: Path) -> None:
     """One file at a time, so that no more than one process's steps are open."""
-    loaded.connection.execute(
+    _execute(
+        loaded,
         f"COPY ({loaded.events_of([file])}) TO '{quoted(str(out))}' "
-        "(FORMAT parquet, COMPRESSION zstd, PARTITION_BY (run, step, rank), APPEND)"
+        "(FORMAT parquet, COMPRESSION zstd, PARTITION_BY (run, step, rank), APPEND)",
     )
 
 
 def _table(loaded: tables.Tables, name: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    loaded.connection.execute(f"COPY (FROM {name}) TO '{quoted(str(path))}' (FORMAT parquet, COMPRESSION zstd)")
+    _execute(loaded, f"COPY (FROM {name}) TO '{quoted(str(path))}' (FORMAT parquet, COMPRESSION zstd)")
+
+
+def _execute(loaded: tables.Tables, query: str) -> None:
+    try:
+        loaded.connection.execute(query)
+    except RuntimeError as error:
+        if "interrupted" in str(error).lower():  # what DuckDB makes of Ctrl-C
+            raise KeyboardInterrupt from None
+        raise

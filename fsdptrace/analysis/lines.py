@@ -211,6 +211,7 @@ class LineReader:
             self._flush(model.model, None)
         self.trace.models[model.model] = model
         self._forms.known.clear()  # what a line leaves out may be another value now
+        self._forms.known.update(scan.lent.get(self.trace.models))
 
     def _event(self, data: dict[str, Any]) -> tuple[int, ...] | None:
         number = data.get("model", 0)
@@ -373,6 +374,7 @@ class LineReader:
                 self.trace.running_step[model] = running.step
                 self.trace.running_events[model] = len(running.records) // ev.WIDTH
                 self._flush(model, None, at_end=True)
+        scan.lent.put(self.trace.models, self._forms)
         if self._out_of_order:
             said = f"its lines are not in the order in which they were written ({self._out_of_order}), as sorting or joining"
             said += " by another tool leaves them; steps that are torn apart are not in the tables"

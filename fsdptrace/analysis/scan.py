@@ -8,10 +8,13 @@ long way. Lines of any other form go that way each time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import BinaryIO
 
 from fsdptrace import events as ev
+from fsdptrace.analysis.stages import alike
+from fsdptrace.model_map import ModelMap
 
 BLOCK = 1 << 20
 
@@ -25,6 +28,12 @@ _LINE = re.compile(
 _NOT_KEPT = frozenset((ev.STEP, ev.EXCEPTION, ev.DEVICE, ev.MEMORY, ev.MISMATCH))
 _REGIONS = (ev.REGION, ev.RECOMPUTE)  # the region's number is the first of their own fields
 _MOST = 200_000  # forms that are remembered
+_LENT = 20_000  # of these, so many are lent to the next file
+_KINDS_OF_MODELS = 8  # that lend: stages of a pipeline have forms of their own
+#: Kinds that hold a string: its number is that of the reader's own table.
+_WITH_TEXTS = frozenset(
+    kind for kind, fields in ev.WRITTEN.items() if any(field.codec in ("text", "json") for field in fields)
+)  # fmt: skip
 
 Row = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
 Form = tuple[int, int, int, int, int, int, int, int, int]
@@ -83,3 +92,28 @@ class Forms:
             self.known.clear()
         a, b, c, d, e = data
         self.known[row[1], row[7]] = (context % ev.THREAD_UNIT // ev.MODEL_UNIT, kind, group, context, a, b, c, d, e)
+
+
+class Lent:
+    """What the files read before in this process told of the forms of lines, by the models that they are of: of a thousand
+    ranks all write the same ones, and a rank may have written few of each."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[dict[int, ModelMap], dict[tuple[bytes, bytes], Form]]] = []
+
+    def get(self, models: Mapping[int, ModelMap]) -> Mapping[tuple[bytes, bytes], Form]:
+        """Forms to begin with."""
+        return next((forms for known, forms in self._kept if _same(known, models)), {})
+
+    def put(self, models: Mapping[int, ModelMap], forms: Forms) -> None:
+        """Takes those of a file that was read."""
+        kept = (item for item in forms.known.items() if item[1][1] not in _WITH_TEXTS)
+        others = [item for item in self._kept if not _same(item[0], models)]
+        self._kept = [(dict(models), dict(islice(kept, _LENT))), *others[: _KINDS_OF_MODELS - 1]]
+
+
+def _same(known: Mapping[int, ModelMap], models: Mapping[int, ModelMap]) -> bool:
+    return known.keys() == models.keys() and all(alike(known[number], models[number]) for number in known)
+
+
+lent = Lent()

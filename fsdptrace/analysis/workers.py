@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
@@ -77,12 +78,13 @@ def each(
     return [work(source, advance) for source in sources]
 
 
-_done: Any = None  # in a worker: the bytes that all of them have read
+_done: Any = None  # in a worker: the bytes that all of them have read; less than none tells it to stop
 
 
 def _join(done: Any) -> None:
     global _done
     _done = done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of them; who started them says when to stop
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 
@@ -96,6 +98,8 @@ def _leave_with_parent() -> None:
 
 def _advance(count: int) -> None:
     with _done.get_lock():
+        if _done.value < 0:
+            raise KeyboardInterrupt
         _done.value += count
 
 
@@ -117,13 +121,16 @@ def _in_workers(
         running = set(futures.values())
         try:
             while running:
-                finished, running = wait(running, PERIOD, FIRST_COMPLETED)
+                finished, running = wait(running, PERIOD, FIRST_EXCEPTION)  # looked at once a period, however many there are
                 for future in finished:
                     future.result()
                 progress(done.value, total)
         except BrokenProcessPool:
             raise OSError(f"a worker that read files was killed (out of memory?); fewer at a time: {JOBS}=1") from None
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            with done.get_lock():
+                done.value = -1
+            for future in futures.values():
+                future.cancel()
             raise
         return [futures[i].result() for i in range(len(sources))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated
 
@@ -33,8 +32,4 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets an escape, not a traceback
             stream.reconfigure(errors="backslashreplace")
-    try:
-        app()
-    except BrokenPipeError:  # `fsdptrace report DIR | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(0) from None
+    app()

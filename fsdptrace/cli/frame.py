@@ -38,18 +38,20 @@ def default_folder() -> Path:
 
 @contextmanager
 def clear() -> Iterator[None]:
-    """Unusable input ends in one clear line on standard error and status 2."""
+    """Unusable input ends in one clear line on standard error and status 2. Where nobody reads on (`| head`), the rest is not
+    printed, and the status is what it would have been."""
     from fsdptrace.cli.output import clean
 
     try:
         yield
+        sys.stdout.flush()
+        return
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return
     except (NotATrace, ValueError) as error:
         problem = str(error)
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
         problem = f"{error.filename or 'input'}: {error.strerror or error}"
-    else:
-        return
     print(f"fsdptrace: {clean(problem)}", file=sys.stderr)
     raise typer.Exit(UNUSABLE)

@@ -49,11 +49,17 @@ class Column:
     keep: int = 0
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads on: :func:`fsdptrace.cli.frame.clear` knows what that means; rich's own way ends in status 1."""
+        raise BrokenPipeError
+
+
 class Screen:
     """Standard output. ``width`` is None in a pipe without COLUMNS: nothing is wrapped or left out there."""
 
     def __init__(self) -> None:
-        self.console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.console = _Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
         columns = os.environ.get("COLUMNS", "")
         if self.console.is_terminal:
             self.width: int | None = max(NARROWEST, self.console.width)

@@ -255,6 +255,7 @@ def export(
     ] = None,
 ) -> None:
     """Sends a run to OpenTelemetry or Prometheus, once or while it grows; where to, the OTEL_* variables say."""
+    status = UNUSABLE
     with clear():
         from fsdptrace_exporters.__main__ import export as run_export
 

@@ -82,6 +82,7 @@ def demo(
     out: Annotated[Optional[Path], typer.Option(metavar="DIR", help="folder for the files")] = None,  # noqa: UP045
 ) -> None:
     """Trains a nested mixture of experts in two processes under the recorder, with a fault and without, and shows both."""
+    as_expected = False
     with clear():
         from fsdptrace.cli import demo as view
         from fsdptrace.cli.output import Screen

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdptrace
 from fsdptrace import events as ev
-from fsdptrace.analysis import StepPart, find_runs, load, read_process, scan, workers
+from fsdptrace.analysis import ProcessTrace, StepPart, find_runs, load, read_process, scan, workers
+from fsdptrace.summary import rows_of
 from support.made import Made, run
 
 NEVER = re.compile(rb"(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})(x{9})|([^\n]*\n|[^\n]+)")
@@ -127,6 +128,22 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     run(tmp_path, ranks=2)
     with pytest.raises(OSError, match=r"a worker that read files was killed .* FSDPTRACE_JOBS=1"):
         workers.each(find_runs(tmp_path)[0][0].sources, _dies, jobs=2)
+
+
+def _goes_on(source: Any, advance: Any) -> None:
+    while True:
+        advance(1)
+
+
+def test_ctrl_c_stops_workers_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    run(tmp_path, ranks=8)
+
+    def progress(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        workers.each(find_runs(tmp_path)[0][0].sources, _goes_on, jobs=2, progress=progress)
 
 
 def test_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +282,52 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_what_one_file_taught_serves_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand ranks with a step each, every line would be the first of its form; unless the models differ."""
+    monkeypatch.setattr(scan, "lent", scan.Lent())
+    taken: list[int] = []
+    slowly = fsdptrace.analysis.lines.LineReader._slowly  # type: ignore[attr-defined]
+
+    def counted(self: Any, number: int, row: scan.Row) -> None:
+        taken.append(number)
+        slowly(self, number, row)
+
+    monkeypatch.setattr("fsdptrace.analysis.lines.LineReader._slowly", counted)
+    dtypes = ["float32", "float32", "bfloat16", "float32"]
+    for rank, dtype in enumerate(dtypes):
+        made = Made(rank, 4)
+        model = json.loads(made.lines[1])
+        for group in model["groups"]:
+            group["dtype"], group["sharded_bytes"] = dtype, 500 + rank
+        made.lines[1] = json.dumps(model, separators=(",", ":"))
+        made.event("region", 0, region=1, name=f"block of rank {rank}", **{"pass": "forward"})
+        made.step()
+        made.end()
+        made.write(tmp_path, "".join(map(_as_recorded, made.lines)))
+    seen = []
+    for path in sorted((tmp_path / "run").iterdir()):
+        before = len(taken)
+        trace, steps = _parts(path)
+        names = [part.texts.get(record[-1]) for part in steps for record in rows_of(part.records) if record[0] == ev.REGION]
+        kinds = {record[9] for part in steps for record in rows_of(part.records) if record[0] == ev.UNSHARD}
+        seen.append((len(taken) - before, trace.events, names, [ev.DTYPES[kind] for kind in kinds]))
+    # Without help: the header, the model, the end and the step's line; the region; and 17 events of 17 forms.
+    assert seen == [
+        (22, 19, ["block of rank 0"], ["float32"]), (5, 19, ["block of rank 1"], ["float32"]),
+        (22, 19, ["block of rank 2"], ["bfloat16"]), (5, 19, ["block of rank 3"], ["float32"]),
+    ]  # fmt: skip
+
+
+def _as_recorded(line: str) -> str:
+    """A line with its fields in the order in which the recorder writes them."""
+    data = json.loads(line)
+    first = [name for name in ("seq", "kind", "pass", "group", "t0", "t1", "step", "parent", "region") if name in data]
+    return json.dumps({name: data[name] for name in (*first, *data)}, separators=(",", ":")) + "\n"
+
+
+def _parts(path: Path) -> tuple[ProcessTrace, list[StepPart]]:
+    steps: list[StepPart] = []
+    (found,), _ = find_runs(path)
+    return read_process(found.sources[0], steps.append), steps

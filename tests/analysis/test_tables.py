@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from fsdptrace import events as ev
 from fsdptrace.analysis.tables import TABLES
 from fsdptrace.cli.app import app
 from fsdptrace.files import read_file
-from fsdptrace_exporters.parquet import write
+from fsdptrace_exporters.parquet import _execute, write
 from support.made import Made, run
 
 duckdb = pytest.importorskip("duckdb")
@@ -238,3 +239,15 @@ def test_relations_as_frames(tmp_path: Path) -> None:
         assert tables.units.arrow().read_all().num_rows == 2
         pytest.importorskip("polars")
         assert tables.units.pl()["gathered_bytes"].to_list() == [2000, 3000]
+
+
+def test_ctrl_c_while_duckdb_works_is_ctrl_c() -> None:
+    class Connection:
+        def execute(self, query: str) -> None:
+            raise RuntimeError(query)
+
+    loaded: Any = SimpleNamespace(connection=Connection())
+    with pytest.raises(KeyboardInterrupt):
+        _execute(loaded, "Query interrupted")
+    with pytest.raises(RuntimeError, match="another"):
+        _execute(loaded, "another")

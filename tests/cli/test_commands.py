@@ -206,15 +206,20 @@ def test_a_terminal_that_speaks_ascii_only(tmp_path: Path) -> None:
     assert "gr\\xf6" in done.stdout
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
-    run(tmp_path)
-    command = [*COMMAND, "report", str(tmp_path), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-        process.wait(timeout=60)
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_closed_pipe_is_no_error(tmp_path: Path, healthy: bool, how: list[str]) -> None:
+    """`fsdptrace check DIR | head`: what nobody reads is not printed, and the status is that of the verdict."""
+    if healthy:
+        run(tmp_path, ranks=1)
+    else:
+        faulty(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, "check", str(tmp_path), *how]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0 if healthy else 1, "")
 
 
 # -- exit statuses -----------------------------------------------------------------------------------------------------
