@@ -10,14 +10,13 @@ import base64
 import hashlib
 import html
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from fsdptrace.analysis import Run
 from fsdptrace.html.choice import MAX_EVENTS
 from fsdptrace.html.data import page_data
+from fsdptrace.replacing import replaced
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = (
@@ -41,14 +40,8 @@ def write(run: Run, path: str | Path, limit: int = MAX_EVENTS) -> Path:
     """
     path = Path(path)
     data = render(run, limit).encode("utf-8")
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replaced(path) as stream:
+        stream.write(data)
     return path
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import IO
 from fsdptrace.analysis import NotATrace, ProcessTrace, Run
 from fsdptrace.analysis.timeline import begin, clock_offsets
 from fsdptrace.analysis.workers import Advance, Progress, sizes
+from fsdptrace.replacing import replaced
 from fsdptrace_exporters.perfetto.chrome import ChromeSink
 from fsdptrace_exporters.perfetto.profile import Profile, read_profile
 from fsdptrace_exporters.perfetto.protobuf import ProtobufSink
@@ -72,7 +71,7 @@ def merge(
     merged = Merged(path, ranks=len(chosen))
     base = _base([(process, offsets[place]) for place, process in chosen], joined)
     advance = _advance(chosen, progress)
-    with _written(path) as stream, _sink(path, stream, base) as sink:
+    with replaced(path) as stream, _sink(path, stream, base) as sink:
         for order, (place, process) in enumerate(chosen):
             rank = RankTracks(sink, place + 1, offsets[place], lambda model, step: steps is None or steps(step))
             rank.write(process.source, order, advance)
@@ -148,19 +147,6 @@ def _span(process: ProcessTrace) -> tuple[int, int]:
     """First and last moment of the process, in Unix ns."""
     offset = process.header.unix_ns - process.header.perf_counter_ns
     return begin(process) + offset, process.last_t + offset
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of ``path`` when all is written, and leaves nothing behind otherwise."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _base(chosen: Sequence[tuple[ProcessTrace, int]], joined: dict[int, list[Profile]]) -> int:
