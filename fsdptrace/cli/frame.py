@@ -12,6 +12,7 @@ from typing import Annotated, Optional
 import typer
 
 from fsdptrace.files import NotATrace
+from fsdptrace.replacing import FULL
 
 app = typer.Typer(
     name="fsdptrace", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=False,
@@ -52,6 +53,6 @@ def clear() -> Iterator[None]:
     except (NotATrace, ValueError) as error:
         problem = str(error)
     except OSError as error:
-        problem = f"{error.filename or 'input'}: {error.strerror or error}"
+        problem = f"{error.filename or ('output' if error.errno in FULL else 'input')}: {error.strerror or error}"
     print(f"fsdptrace: {clean(problem)}", file=sys.stderr)
     raise typer.Exit(UNUSABLE)

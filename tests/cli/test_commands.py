@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,16 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, healthy: bool, how: list[str]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0 if healthy else 1, "")
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_output_that_cannot_be_written_is_said_and_closed_output_is_nothing(tmp_path: Path, how: list[str]) -> None:
+    run(tmp_path, ranks=1)
+    command = [*COMMAND, "check", str(tmp_path), *how]
+    for redirected, said, status in ((">/dev/full", "fsdptrace: output: No space left on device\n", 2), (">&-", "", 0)):
+        line = f"{shlex.join(command)} {redirected}"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+        assert (done.stderr, done.returncode) == (said, status)
 
 
 # -- exit statuses -----------------------------------------------------------------------------------------------------
