@@ -99,7 +99,7 @@ def view(
         with server:
             screen.line(f"Perfetto UI with {clean(folder)}, on this machine only:")
             screen.line(f"  {server.url}")
-            screen.line("Ctrl-C ends it. On a cluster: ssh -L PORT:127.0.0.1:PORT with that port, then open the same address.")
+            screen.prose("Ctrl-C ends it. On a cluster: ssh -L PORT:127.0.0.1:PORT with that port, then open the same address.")
             sys.stdout.flush()
             if browser:
                 webbrowser.open(server.url)

@@ -176,8 +176,7 @@ def unit_cells(rows: Sequence[UnitRow]) -> tuple[list[Column], list[list[str]]]:
 
 def memory(screen: Screen, model: ModelReport) -> None:
     """Bytes gathered now and at most, and who held them."""
-    screen.line()
-    screen.line(("memory in gathered parameters, of the rank that holds most", "bold"))
+    screen.title("memory in gathered parameters, of the rank that holds most")
     peak = model.peak
     screen.prose(f"now   {size(model.now[0])}" + (f" (rank {model.now[1]})" if model.now[0] else ""), 2)
     where = f"rank {peak.rank}, step {peak.step}" + (f", event {peak.seq}" if peak.seq else "")

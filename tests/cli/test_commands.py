@@ -187,6 +187,9 @@ def test_narrow_screens(tmp_path: Path, columns: int) -> None:
     table = [line for line in output.splitlines() if line.startswith(("layers.", "unit "))]
     assert len(table) == 3
     assert all(len(line) <= max(columns, 45) for line in table)
+    prose = [line for line in output.splitlines() if line[:1].islower() and "  " not in line.strip() and " " in line]
+    assert "rank that holds most" in " ".join(prose)
+    assert all(len(line) <= max(columns, 30) for line in prose)  # headings wrap, too
     if columns < 80:
         assert "no room for: " in " ".join(output.split())
 
