@@ -211,7 +211,10 @@ SPECS: Final[Mapping[int, KindSpec]] = {
         ),
         KindSpec(
             DISCARD, "discard", "a pending gather is thrown away at the end of a backward, or by reset_iter_state",
-            (_f("bytes", "bytes", "unsharded bytes that were gathered for nothing"),),
+            (
+                _f("bytes", "bytes", "unsharded bytes that were gathered for nothing"),
+                _f("frozen", "bool", "none of its parameters requires grad now", usual=0),
+            ),
         ),
         KindSpec(
             PREFETCH, "prefetch", "the call that issues unshards for another group (it is their parent); the event's "

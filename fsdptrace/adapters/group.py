@@ -79,7 +79,8 @@ class GroupBase:
     def _discarded(self, seq: int, t0: int) -> None:
         c = self.context
         try:
-            c.emit(ev.DISCARD, seq, t0, clock(), self.id, c.parent(), self.bytes)
+            frozen = not any(param.sharded_param.requires_grad for param in self.group.fsdp_params)
+            c.emit(ev.DISCARD, seq, t0, clock(), self.id, c.parent(), self.bytes, int(frozen))
         except Exception as error:
             if c.owner.stop_run(error):
                 raise

@@ -36,7 +36,7 @@ class UnusedGather(Rule):
     cost: ClassVar[str] = "one comparison per reshard"
 
     def configure(self, options: Any) -> None:
-        self._waiting: list[tuple[int, GroupState, int, int, int]] = []
+        self._waiting: list[tuple[int, GroupState, int, int, int, bool]] = []
 
     def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.tracker.groups[group]
@@ -49,17 +49,19 @@ class UnusedGather(Rule):
             return
         if state.uses:
             # Its backward may still come, as a trunk's does after those of the chunks of its head: known at the step.
-            self._waiting.append((seq, state, state.opened, state.opened_how, state.opened_by))
+            self._waiting.append((seq, state, state.opened, state.opened_how, state.opened_by, bool(b)))
         else:
-            self._say(seq, state, "thrown away when the backward ended")
+            self._say(seq, state, "thrown away when the backward ended", frozen=bool(b))
 
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         waiting, self._waiting = self._waiting, []
-        for at, state, opened, how, by in waiting:
+        for at, state, opened, how, by, frozen in waiting:
             if state.uses:
-                self._say(at, state, "thrown away when the backward ended", (opened, how, by))
+                self._say(at, state, "thrown away when the backward ended", (opened, how, by), frozen)
 
-    def _say(self, seq: int, state: GroupState, how: str, gather: tuple[int, int, int] | None = None) -> None:
+    def _say(
+        self, seq: int, state: GroupState, how: str, gather: tuple[int, int, int] | None = None, frozen: bool = False
+    ) -> None:
         opened, opened_how, opened_by = gather or (state.opened, state.opened_how, state.opened_by)
         _, direction, mode = ev.unpack_how(opened_how)
         if state.blamed == opened or mode == "manual" or self.tracker.broken:
@@ -80,7 +82,7 @@ class UnusedGather(Rule):
         else:
             hint = f"Leave {state.name} out of passes in which its output is not used."
         # By default, and every fine-tuning does it: a frozen unit before the first trainable one, or what an earlier pass left.
-        frozen = mode == "implicit" and not tracker.map.groups[state.id].trainable
+        frozen = mode == "implicit" and (frozen or not tracker.map.groups[state.id].trainable)
         usual = frozen or tracker.by_leftover(opened_by, opened_how, state.id)
         self.report(
             Violation(
