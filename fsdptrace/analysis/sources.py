@@ -206,12 +206,13 @@ def _processes(folder: Path, problems: list[Problem]) -> list[list[Path]]:
     """The parts of each process under ``folder``, in the order of writing."""
     if folder.is_file():
         stem = _stem(folder.name)[0]
-        parts = [path for path in folder.parent.iterdir() if path.suffix == ".jsonl" and _stem(path.name)[0] == stem]
+        beside = [path for path in folder.parent.iterdir() if path.suffix == ".jsonl" and _stem(path.name)[0] == stem]
+        parts = [path for path in beside if path.is_file()]
         candidates = parts or [folder]
     elif folder.is_dir():
         candidates = _walk(folder, problems)
     else:
-        raise NotATrace(f"{folder}: no such file or folder")
+        raise NotATrace(f"{folder}: {'neither a file nor a folder' if folder.exists() else 'no such file or folder'}")
     processes: dict[tuple[Path, str], list[tuple[int, Path]]] = {}
     for path in candidates:
         stem, number = _stem(path.name)
@@ -226,7 +227,11 @@ def _walk(folder: Path, problems: list[Problem]) -> list[Path]:
     found = []
     packed: list[str] = []
     for where, _folders, names in os.walk(folder, onerror=unreadable):
-        found += [Path(where) / name for name in names if name.endswith(".jsonl")]
+        for path in (Path(where) / name for name in names if name.endswith(".jsonl")):
+            if path.is_file() or not path.exists():  # what is gone is said when it is opened
+                found.append(path)
+            else:
+                problems.append(Problem(path, "a pipe, socket or device, no file; left out"))
         packed += [name for name in sorted(names) if name.endswith(_PACKED)]
     if packed:
         problems.append(Problem(folder, f"{count(len(packed), 'compressed file')} ({packed[0]}…): unpack to have them read"))
@@ -258,7 +263,7 @@ def _open(parts: list[Path]) -> tuple[Source | None, Problem | None]:
         )  # fmt: skip
     stem = first.name.removesuffix(".jsonl") if not _stem(first.name)[1] else _stem(first.name)[0]
     tail = tail_of(first.with_name(f"{stem}.jsonl"))
-    return Source(first, Header.from_json(data), tuple(parts), tail if tail.exists() else None), None
+    return Source(first, Header.from_json(data), tuple(parts), tail if tail.is_file() else None), None
 
 
 def _header(path: Path) -> dict[str, Any] | None:

@@ -93,6 +93,8 @@ class Tables:
         for process in self.run.processes:
             header = process.header
             for part in process.source.parts:
+                if not _is_text(str(part)):
+                    raise ValueError(f"{part}: DuckDB opens no file whose path is not UTF-8; rename it, or lead a link to it")
                 at = {"file": str(part)}
                 clock = header.unix_ns - header.perf_counter_ns
                 files.append({**at, "run": self.run.label, "rank": header.rank, "role": header.role, "clock": clock})
@@ -120,14 +122,23 @@ class Tables:
     def _table(self, name: str, columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
         """A table of rows, through a file: DuckDB reads a million of them in a second, where inserts take minutes."""
         types = ", ".join(f"'{column}': '{kind}'" for column, kind in columns.items())
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl", prefix="fsdptrace-", encoding="utf-8") as out:
-            for row in rows:
-                out.write(json.dumps(row) + "\n")
+        with tempfile.NamedTemporaryFile(suffix=".jsonl", prefix="fsdptrace-") as out:
+            for row in rows:  # what is no character in a name (half a surrogate pair) would be no JSON for DuckDB
+                out.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
             out.flush()
             self.connection.execute(
                 f"CREATE TABLE {name} AS SELECT * FROM read_json('{sql.quoted(out.name)}', format='newline_delimited', "
                 f"columns={{{types}}}, maximum_object_size={LARGEST_LINE})"
             )
+
+
+def _is_text(path: str) -> bool:
+    """Whether a path is UTF-8; bytes that are not are half surrogate pairs in Python."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _duckdb() -> Any:
@@ -250,6 +261,7 @@ def load(folder: str | Path, run: str | None = None, jobs: int | None = 1, progr
     Raises:
         ImportError: duckdb is not installed; the message says what to install.
         NotATrace: there is nothing to read, or no run of that name.
+        ValueError: the path of a file is not UTF-8.
 
     Example:
         >>> with fsdptrace.load("fsdptrace-out") as tables:

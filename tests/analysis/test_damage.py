@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,21 @@ def test_compressed_files_are_named(tmp_path: Path) -> None:
         load(tmp_path)
     run(tmp_path)
     assert [problem.message.partition(" (")[0] for problem in load(tmp_path).problems] == ["1 compressed file"]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe that nobody writes to would last for ever."""
+    (path, _) = run(tmp_path)
+    os.mkfifo(path.with_name("rank00002.node-102.jsonl"))
+    os.mkfifo(path.with_name(path.name.replace(".jsonl", ".tail")))
+    report = load(tmp_path)
+    assert (report.ranks, report.basis.events) == ([0, 1], 72)
+    assert [str(problem) for problem in report.problems] == [
+        f"{path.with_name('rank00002.node-102.jsonl')}: a pipe, socket or device, no file; left out"
+    ]
+    assert load(path).ranks == [0]
+    with pytest.raises(NotATrace, match="neither a file nor a folder"):
+        load(path.with_name("rank00002.node-102.jsonl"))
 
 
 def test_another_schema(tmp_path: Path) -> None:

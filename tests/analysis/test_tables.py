@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -106,6 +108,23 @@ def test_damaged_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     with fsdptrace.load(path) as tables:
         assert tables.sql("SELECT count(*) FROM events").fetchall()[0] == (18 - 4,)
         assert tables.sql("SELECT count(*) FROM events WHERE unit = 'it''s'").fetchall()[0] == (10 - 2,)
+
+
+def test_names_and_paths_that_are_no_text(tmp_path: Path) -> None:
+    """Bytes that are not UTF-8 are half surrogate pairs in Python, and no JSON for DuckDB."""
+    made = Made(0, 1, names={"a\udce9": 1000, "b": 3000})
+    made.step()
+    made.end()
+    made.write(tmp_path / "good")
+    with fsdptrace.load(tmp_path / "good") as tables:
+        query = "SELECT unit, count(*) FROM events WHERE unit IS NOT NULL GROUP BY unit ORDER BY unit"
+        assert tables.sql(query).fetchall() == [("a?", 10), ("b", 7)]
+    bad = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    shutil.move(tmp_path / "good", bad)
+    with pytest.raises(ValueError, match="DuckDB opens no file whose path is not UTF-8"):
+        fsdptrace.load(bad)
+    with pytest.raises(ValueError, match="no file whose path is not UTF-8"):
+        write(bad, tmp_path / "out")
 
 
 def test_every_event_of_a_real_run(
