@@ -111,6 +111,7 @@ class _Calls:
         self.rows: list[tuple[int, ...]] = []  # t0, -t1, seq, kind, model, group, parent, pass, text, step
         self.steps: list[tuple[int, int, int, int]] = []  # model, step, first t0, last t1
         self.first = 1 << 62
+        self.allocated: list[tuple[int, int]] = []  # when, and bytes that the device's allocator had given out
         self._texts = texts
         self._known: dict[tuple[int, ...], int] = {}
 
@@ -121,6 +122,8 @@ class _Calls:
             kind, seq, t0, t1, group, parent, context = record[: ev.A]
             if kind not in AFTERWARDS:
                 low, high = min(low, t0), max(high, t1)
+            if kind == ev.MEMORY:
+                self.allocated.append((t0, record[ev.A]))
             text = self._text(part, record)
             self.rows.append((t0, -t1, seq, kind, part.map.model, group, parent, context % 4, text, part.step))
         if high:
@@ -202,6 +205,10 @@ def _process(read: _Read, shift: int, texts: _Texts) -> dict[str, Any]:
         "uses": _use_columns(models, lanes, shift),
         "device": _device_columns(read.device, lanes, shift),
         "levels": _level_columns(list(models.values()), shift),
+        "allocated": {
+            "t": _deltas([at + shift for at, _ in sorted(calls.allocated)]),
+            "bytes": _deltas([bytes_ for _, bytes_ in sorted(calls.allocated)]),
+        },
         "marks": _marks(read.trace, {(m, s) for m, s, _, _ in calls.steps}, calls.rows, texts),
     }  # fmt: skip
 

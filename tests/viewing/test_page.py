@@ -157,6 +157,29 @@ def test_what_the_device_did_has_lanes(browser: Browser, tmp_path: Path) -> None
     page.close()
 
 
+def test_the_curve_has_what_the_allocator_gave_out(browser: Browser, tmp_path: Path) -> None:
+    made = Made(0, 1)
+    forward = {"pass": "forward"}
+    made.unshard(0, 1000, "forward")
+    at = made.event("wait", 0, bytes=1000, **forward)
+    made.event("memory", 0, allocated=5000, reserved=9000, parent=at, **forward)
+    made.event("pre_forward", 0, **forward)
+    made.event("reshard", 0, bytes=1000, **forward)
+    made.event("memory", 0, allocated=4000, reserved=9000, **forward)
+    made.event("post_forward", 0, **forward)
+    made.end_step(1000)
+    made.end()
+    made.write(tmp_path)
+    page = open_page(browser, tmp_path)
+    # Gathered at 0 and freed at 40 ns; the allocator was asked at 20 and at 50.
+    assert page.js("curve.plot.data.map((column) => Array.from(column, (value) => value ?? -1))") == [
+        [0, 20, 40, 50], [1000, -1, 0, -1], [-1, 5000, -1, 4000],
+    ]  # fmt: skip
+    assert page.js("document.querySelector('#curve .u-title').textContent").endswith("allocator had given out (dashed)")
+    assert page.errors == []
+    page.close()
+
+
 NAIVE = """(view, layer, lane, from, to) => { const out = [], scale = (view.width - GUTTER) / (to - from); let drawn = -1;
     for (let i = 0; i < layer.length; i++) {
         if (layer.lane[i] !== lane || layer.t1[i] <= from || layer.t0[i] >= to) continue;

@@ -35,12 +35,17 @@ class Curve {
 
   show(p = this.rank) {
     this.rank = p;
-    const { t, bytes } = this.processes[p].levels;
+    const process = this.processes[p], { t, bytes } = process.levels, { allocated } = process;
     const range = this.plot ? [this.plot.scales.x.min, this.plot.scales.x.max] : null;
-    this.plot = chart(this.host, `Gathered bytes of rank ${this.processes[p].rank}`, [{
-      label: "gathered", stroke: css("--forward-dark"), fill: `${css("--forward")}44`, width: 1.5, points: { show: false },
-      paths: uPlot.paths.stepped({ align: 1 }), value: (_, value) => (value == null ? "–" : showBytes(value)),
-    }], [t, bytes], { x: showTime, y: showBytes, height: 220, bytes: true });
+    const stepped = { width: 1.5, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }), value: (_, value) => (value == null ? "–" : showBytes(value)) };
+    const series = [{ ...stepped, label: "gathered", stroke: css("--forward-dark"), fill: `${css("--forward")}44` }];
+    let data = [t, bytes], title = `Gathered bytes of rank ${process.rank}`;
+    if (allocated.t.length) {
+      series.push({ ...stepped, label: "allocated", stroke: css("--recompute-dark"), dash: [5, 4] });
+      data = uPlot.join([data, [allocated.t, allocated.bytes]]);
+      title += ", and what the device's allocator had given out (dashed)";
+    }
+    this.plot = chart(this.host, title, series, data, { x: showTime, y: showBytes, height: 220, bytes: true });
     if (range && range[0] != null) this.plot.setScale("x", { min: range[0], max: range[1] });
     // A range that is drawn with the mouse moves the timeline too.
     this.plot.hooks.setSelect = [(plot) => {

@@ -204,6 +204,7 @@ class ProcessLanes {
     this.device = new Layer(data.device, lanes);
     this.levels = new Levels(data.levels);
     this.peak = this.levels.peak;
+    this.allocated = new Levels(data.allocated);
     this.end = Math.max(this.calls.end, this.holds.end, this.device.end);
     this.title = `${data.role ? data.role + " " : ""}rank ${data.rank}`;
     this.marks = new Marks(data.marks, this.calls, text);
