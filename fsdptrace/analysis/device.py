@@ -47,6 +47,7 @@ def device_spans(data: Mapping[str, Any]) -> Iterator[DeviceSpan]:
     rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
     for seq, what, pass_, group, t0, ns, exposed in rows:
         if what in STREAMS and (ns or what != "wait"):
+            pass_ = pass_ or (_PASSES.index(what) if what in _PASSES else 0)  # a forward is in no pass, it is one
             yield DeviceSpan(STREAMS[what], what, base + t0, base + t0 + ns, pass_, group, seq, exposed)
 
 

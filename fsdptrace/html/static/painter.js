@@ -8,6 +8,7 @@ const CALL_COLOUR = {
   forward: "forward", backward: "backward", recompute: "recompute", region: "forward-dark", optimizer_step: "accent",
   exception: "error", step: "strong",
 };
+const STRONG = new Set(["accent", "error", "forward-dark", "none-dark"]); // text on these is in the colour of the page
 const SMALL = "11px system-ui, sans-serif", MONO = "12px ui-monospace, 'DejaVu Sans Mono', monospace", BOLD = "600 13px system-ui, sans-serif";
 
 // Rectangles of one colour, x, y, width, height each; `layer` orders them: what is drawn above what.
@@ -167,7 +168,7 @@ class Painter {
     g.fillRect(x0, y + 3 + inset, Math.max(x1 - x0, number === this.view.kind.exception ? 3 : 1), row.height - 7 - inset * 1.5);
     this.counts.rects++;
     if (x1 - x0 > 56 && !inset && this.names.width(g, this.callName[number]) < x1 - x0 - 8) {
-      g.fillStyle = c.fg;
+      g.fillStyle = STRONG.has(this.callColour[number]) ? c.bg : c.fg;
       g.fillText(this.callName[number], x0 + 5, y + row.height / 2);
     }
   }
