@@ -80,36 +80,39 @@ def together(processes: Sequence[ProcessTrace], found: Sequence[Stage]) -> dict[
     """By position and model number, which processes issue collectives together: of one stage, and connected by its process
     groups (two stages can have units of the same names and sizes)."""
     out: dict[tuple[int, int], int] = {}
-    number = 0
-    for stage in found:
-        groups = [_connected(processes[place].models[stage.map.model]) for place in stage.places]
-        parts = _components(groups) if all(groups) else [0] * len(groups)
-        for place, part in zip(stage.places, parts, strict=True):
-            out[place, stage.map.model] = number + part
-        number += len(groups) + 1
+    parts: dict[tuple[int, int], int] = {}
+    for number, stage in enumerate(found):
+        leaders = _leaders(processes, stage)
+        for place in stage.places:
+            leader = leaders.get(processes[place].rank, -1)
+            out[place, stage.map.model] = parts.setdefault((number, leader), len(parts))
     return out
 
 
-def _connected(model: ModelMap) -> set[int]:
-    """The ranks that this one shares a process group of a unit with; empty where the files do not say."""
-    ranks: set[int] = set()
-    for text in {text for group in model for text in (group.shard_group, group.replicate_group)}:
-        try:
-            ranks.update(ranks_of(text))
-        except ValueError:  # damaged
-            return set()
-    return ranks
+def _leaders(processes: Sequence[ProcessTrace], stage: Stage) -> dict[int, int]:
+    """By rank, one rank that stands for all that it shares process groups with, directly or over others; empty where the files
+    do not say."""
+    leader: dict[int, int] = {}
 
+    def find(rank: int) -> int:
+        while leader.setdefault(rank, rank) != rank:
+            leader[rank] = rank = leader[leader[rank]]
+        return rank
 
-def _components(groups: Sequence[set[int]]) -> list[int]:
-    """For each set, a number that sets with a common member, or with a chain of such sets between them, share."""
-    parts: list[tuple[set[int], list[int]]] = []
-    for place, ranks in enumerate(groups):
-        touching = [part for part in parts if not part[0].isdisjoint(ranks)]
-        if len(touching) == 1 and ranks <= touching[0][0]:
-            touching[0][1].append(place)
-            continue
-        parts = [part for part in parts if part not in touching]
-        parts.append((ranks.union(*(part[0] for part in touching)), [place, *(i for part in touching for i in part[1])]))
-    of = {place: number for number, (_, places) in enumerate(parts) for place in places}
-    return [of[place] for place in range(len(groups))]
+    seen: set[str] = set()  # each group once, however many ranks name it
+    for place in stage.places:
+        texts = {
+            text for group in processes[place].models[stage.map.model] for text in (group.shard_group, group.replicate_group)
+        }
+        texts.discard("")
+        if not texts:
+            return {}
+        for text in texts - seen:
+            try:
+                first, *others = ranks_of(text)
+            except ValueError:  # damaged
+                return {}
+            for rank in others:
+                leader[find(rank)] = find(first)
+        seen |= texts
+    return {rank: find(rank) for rank in list(leader)}
