@@ -48,6 +48,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def advancing(sources: Sequence[Source], progress: Progress | None) -> Advance:
+    """What readers of ``sources`` tell how many bytes they have read; ``progress`` is told how far that is."""
+    total, done = sum(sizes(sources)), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return advance
+
+
 def each(
     sources: Sequence[Source], work: Callable[[Source, Advance], T], jobs: int | None = 1, progress: Progress | None = None
 ) -> list[T]:
@@ -68,13 +81,7 @@ def each(
     jobs = min(jobs, len(sources))
     if jobs > 1:
         return _in_workers(sources, per_source, work, jobs, progress)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(done, total)
-
+    advance = advancing(sources, progress)
     return [work(source, advance) for source in sources]
 
 

@@ -44,7 +44,9 @@ def report(
         if html is not None:
             from fsdptrace.html import write
 
-            print(f"wrote {clean(write(loaded, html))}", file=sys.stderr if json else sys.stdout)
+            with bar("drawing") as progress:
+                write(loaded, html, progress=progress)
+            print(f"wrote {clean(html)}", file=sys.stderr if json else sys.stdout)
         elif not json:
             view.show(Screen(), loaded, every, steps)
         if json:

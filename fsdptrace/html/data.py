@@ -15,6 +15,7 @@ from fsdptrace.analysis.notes import ranks_text, spans
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.analysis.records import fields_of
 from fsdptrace.analysis.timeline import AFTERWARDS, ENDS, ModelTimes, ProcessTimes, clock_offsets
+from fsdptrace.analysis.workers import Progress, advancing
 from fsdptrace.checks.text import count, size
 from fsdptrace.html import tables
 from fsdptrace.html.choice import MAX_EVENTS, Choice, choose
@@ -23,10 +24,10 @@ from fsdptrace.summary import rows_of
 MARKS = 5_000  # violations of one process that are marked on the time axis
 
 
-def page_data(run: Run, limit: int = MAX_EVENTS) -> dict[str, Any]:
+def page_data(run: Run, limit: int = MAX_EVENTS, progress: Progress | None = None) -> dict[str, Any]:
     """All that the page needs; ``limit`` bounds the events on its time axis."""
     choice = choose(run, limit)
-    processes, texts, base, shown = _timeline(run, choice)
+    processes, texts, base, shown = _timeline(run, choice, progress)
     return {
         "version": __version__,
         "run": _about(run, choice),
@@ -83,19 +84,22 @@ class _Texts:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def _timeline(run: Run, choice: Choice) -> tuple[list[dict[str, Any]], list[str], int, Callable[[int, int], bool]]:
+def _timeline(
+    run: Run, choice: Choice, progress: Progress | None
+) -> tuple[list[dict[str, Any]], list[str], int, Callable[[int, int], bool]]:
     """The processes on one clock, times in ns since ``base`` (Unix ns); and whether an event of a process is among them."""
     offsets = clock_offsets(run.processes)
     texts = _Texts()
     texts.put("")
     made: list[_Read] = []
+    advance = advancing([run.processes[place].source for place in choice.steps], progress)
     for place, process in enumerate(run.processes):
         if place not in choice.steps:
             continue
         calls = _Calls(texts)
         times = ProcessTimes(lambda model, step, place=place: (place, model, step) in choice, calls.take)  # type: ignore[misc]
         device = _Device(lambda model, step, place=place: (place, model, step) in choice)  # type: ignore[misc]
-        trace = read_process(process.source, times, device=device)
+        trace = read_process(process.source, times, advance, device)
         times.finish()
         made.append(_Read(calls, times, device, trace, place))
     base = min((offsets[read.place] + read.calls.first for read in made if read.calls.rows), default=0)

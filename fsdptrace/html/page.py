@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdptrace.analysis import Run
+from fsdptrace.analysis.workers import Progress
 from fsdptrace.html.choice import MAX_EVENTS
 from fsdptrace.html.data import page_data
 from fsdptrace.replacing import replaced
@@ -27,19 +28,20 @@ _SCRIPTS = (
 _STYLES = ("uPlot.min.css", "page.css")
 
 
-def render(run: Run, limit: int = MAX_EVENTS) -> str:
-    """The page of ``run``; ``limit`` bounds the events on its time axis, those of interest first."""
-    return assemble(page_data(run, limit))
+def render(run: Run, limit: int = MAX_EVENTS, progress: Progress | None = None) -> str:
+    """The page of ``run``; ``limit`` bounds the events on its time axis, those of interest first; ``progress`` is told now and
+    then how many bytes of the files were read, and of how many."""
+    return assemble(page_data(run, limit, progress))
 
 
-def write(run: Run, path: str | Path, limit: int = MAX_EVENTS) -> Path:
-    """Writes the page to ``path``; a file that is there is replaced only when all of it is written.
+def write(run: Run, path: str | Path, limit: int = MAX_EVENTS, progress: Progress | None = None) -> Path:
+    """Writes the page that :func:`render` makes to ``path``; a file that is there is replaced only when all is written.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
     path = Path(path)
-    data = render(run, limit).encode("utf-8")
+    data = render(run, limit, progress).encode("utf-8")
     with replaced(path) as stream:
         stream.write(data)
     return path

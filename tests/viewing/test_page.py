@@ -347,6 +347,9 @@ def test_what_is_shown_when_not_all_fits(tmp_path: Path) -> None:
     faulty(tmp_path, ranks=3, steps=5)
     loaded = load(tmp_path)
     assert choose(loaded).left_out == 0
+    told: list[tuple[int, int]] = []
+    page_data(loaded, progress=lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] == sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl"))
     # Room for three steps: first the one that the finding is about, of its own rank, then of the others.
     few = choose(loaded, 3 * STEP_EVENTS)
     assert few.steps == {1: {(0, 4)}, 0: {(0, 4)}, 2: {(0, 4)}}

@@ -12,7 +12,7 @@ from typing import IO
 
 from fsdptrace.analysis import NotATrace, ProcessTrace, Run
 from fsdptrace.analysis.timeline import begin, clock_offsets
-from fsdptrace.analysis.workers import Advance, Progress, sizes
+from fsdptrace.analysis.workers import Progress, advancing
 from fsdptrace.replacing import replaced
 from fsdptrace_exporters.perfetto.chrome import ChromeSink
 from fsdptrace_exporters.perfetto.profile import Profile, read_profile
@@ -70,7 +70,7 @@ def merge(
     joined = _profiles(run, profiles, [place for place, _ in chosen])
     merged = Merged(path, ranks=len(chosen))
     base = _base([(process, offsets[place]) for place, process in chosen], joined)
-    advance = _advance(chosen, progress)
+    advance = advancing([process.source for _, process in chosen], progress)
     with replaced(path) as stream, _sink(path, stream, base) as sink:
         for order, (place, process) in enumerate(chosen):
             rank = RankTracks(sink, place + 1, offsets[place], lambda model, step: steps is None or steps(step))
@@ -86,19 +86,6 @@ def merge(
             merged.events += rank.counts.events
     merged.notes = _notes(chosen, joined, merged)
     return merged
-
-
-def _advance(chosen: Sequence[tuple[int, ProcessTrace]], progress: Progress | None) -> Advance:
-    total = sum(sizes([process.source for _, process in chosen]))
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    return advance
 
 
 def _profiles(run: Run, paths: Sequence[str | Path], places: Sequence[int]) -> dict[int, list[Profile]]:
