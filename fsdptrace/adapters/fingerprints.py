@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,11 @@ WANTS = ("params", "inputs", "saved")
 
 _COLUMNS = 1 << 14
 _ROWS = 1 << 7  # rows at a time: 2 Mi words, 16 MiB beside the tensor
-_LIMIT = 4096  # values of one start
+_LIMIT = 4096  # values of one kind in one start
 _DEPTH = 4
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OWN = frozenset(vars(nn.Module()))  # what every module has
+_NOT_THE_PROGRAMS = ("__", "_fsdp", "_is_fsdp")  # what FSDP2 puts on modules
 _weights: dict[torch.device, torch.Tensor] = {}
 
 
@@ -107,7 +109,8 @@ def _row_weight(row: int) -> int:
 class Prints:
     """Named values of one moment: tensors by fingerprint, anything else by what it is.
 
-    ``kinds[i]`` says what entry ``i`` is one of: ``params``, ``inputs``, ``rng``, ``module``.
+    ``kinds[i]`` says what entry ``i`` is one of: ``params``, ``inputs``, ``rng``, ``module``; ``cut`` has the kinds of which
+    there was too much to take all.
     """
 
     def __init__(self) -> None:
@@ -115,18 +118,22 @@ class Prints:
         self.kinds: list[str] = []
         self.texts: list[str] = []  # dtype and shape of a tensor; another value itself
         self.tensors: list[torch.Tensor | None] = []
+        self.cut: set[str] = set()
+        self._taken: dict[str, int] = {}
         self._values: dict[int, int] = {}
         self._stacked: list[tuple[list[int], torch.Tensor]] = []
 
     def add(self, kind: str, name: str, value: Any, depth: int = _DEPTH) -> None:
         """``value`` and what lies in it: containers, and attributes of plain objects. Inside :class:`Quiet`."""
-        if len(self.names) >= _LIMIT:
-            return
-        if isinstance(value, torch.Tensor):
+        if self._taken.get(kind, 0) >= _LIMIT:
+            self.cut.add(kind)
+        elif isinstance(value, torch.Tensor):
             text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
             self._put(kind, name, text, fingerprint(value))
         elif isinstance(value, _SCALARS):
-            self._put(kind, name, repr(value)[:200], None)
+            self._put(kind, name, _short(repr(value)), None)
+        elif isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
+            self._put(kind, name, _called(value), None)
         elif isinstance(value, torch.Generator):
             state = value.get_state().numpy().tobytes()
             self._put("rng", f"generator {name}", hashlib.blake2b(state, digest_size=8).hexdigest(), None)
@@ -140,21 +147,26 @@ class Prints:
             for i, item in enumerate(value):
                 self.add(kind, f"{name}[{i}]", item, depth - 1)
         elif isinstance(value, (set, frozenset)):
-            self._put(kind, name, repr(sorted(map(repr, value)))[:200], None)
-        elif hasattr(value, "__dict__"):
-            for key, item in list(vars(value).items()):
+            self._put(kind, name, _short(repr(sorted(map(repr, value)))), None)
+        else:
+            for key, item in _attributes(value):
                 self.add(kind, f"{name}.{key}", item, depth - 1)
 
     def add_module(self, prefix: str, module: nn.Module) -> None:
-        """State that a forward of ``module`` may depend on beside its parameters: buffers, and attributes of its modules."""
+        """State that a forward of ``module`` may depend on beside its parameters: buffers, attributes of its modules and of
+        their classes; which modules and forward hooks there are, and which parameters require grad."""
         for path, owner in module.named_modules():
             name = ".".join(part for part in (prefix, path) if part)
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
                     self.add("module", f"buffer {name}.{key}", buffer)
             for key, value in list(vars(owner).items()):
-                if key == "training" or (key not in _OWN and not key.startswith("__")):
+                if key == "training" or (key not in _OWN and not key.startswith(_NOT_THE_PROGRAMS)):
                     self.add("module", f"{name}.{key}", value)
+            for what, text in _structure(owner):
+                self._put("module", f"{what} of {name or 'the module'}", _short(text), None)
+            for key, value in _of_class(type(owner)):
+                self.add("module", f"{name}.{key}, of its class", value)
 
     def add_random(self) -> None:
         """The states of the generators that every program has."""
@@ -162,6 +174,7 @@ class Prints:
             self._put("rng", name, state, None)
 
     def _put(self, kind: str, name: str, text: str, tensor: torch.Tensor | None) -> None:
+        self._taken[kind] = self._taken.get(kind, 0) + 1
         self.names.append(name)
         self.kinds.append(kind)
         self.texts.append(text)
@@ -186,6 +199,55 @@ class Prints:
         self._stacked = []
         entries = enumerate(zip(self.kinds, self.names, self.texts, strict=True))
         return {(kind, name): (text, self._values.get(i)) for i, (kind, name, text) in entries}
+
+
+def _short(text: str) -> str:
+    """``text`` for a note; of a longer one the end is told by a digest, so that it still differs where it differs."""
+    return text if len(text) <= 200 else f"{text[:180]}… ({_digest(text.encode())})"
+
+
+def _called(function: Any) -> str:
+    """A function, by where it was made: two that are made in one place are the same."""
+    code = getattr(function, "__code__", None)
+    line = f", line {code.co_firstlineno}" if code is not None and "<" in function.__qualname__ else ""
+    return f"{function.__module__}.{function.__qualname__}{line}".removeprefix("None.")
+
+
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    """What a plain object holds, in its ``__dict__`` and in slots."""
+    yield from list(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def _structure(owner: nn.Module) -> Iterable[tuple[str, str]]:
+    """Modules and hooks of the program's, and which parameters are trained; each where there are any."""
+    if owner._modules:
+        yield "modules", ", ".join(f"{key}: {type(child).__name__}" for key, child in owner._modules.items())
+    if owner._parameters:
+        trained = ", ".join(key for key, param in owner._parameters.items() if param is not None and param.requires_grad)
+        yield "trainable parameters", trained or "none"
+    hooks = [hook for hook in (*owner._forward_pre_hooks.values(), *owner._forward_hooks.values()) if not _pytorchs_hook(hook)]
+    if hooks:
+        yield "forward hooks", ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+
+
+def _pytorchs_hook(hook: Any) -> bool:
+    """A hook of PyTorch's (FSDP2's, checkpointing's) or of ours: those come and go."""
+    made_in = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(made_in).partition(".")[0] in ("torch", "fsdptrace") or _pytorchs(hook)
+
+
+def _of_class(cls: type) -> Iterable[tuple[str, Any]]:
+    """Plain values that the program's classes of a module hold, as a counter of all its instances does."""
+    for own in cls.__mro__:
+        if own.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+            for key, value in list(vars(own).items()):
+                if not key.startswith("__") and isinstance(value, (bool, int, float, str, list, dict, set)):
+                    yield key, value
 
 
 class Difference(NamedTuple):
@@ -216,7 +278,7 @@ def _digest(data: bytes) -> str:
 
 
 def differences(forward: Prints, recompute: Prints, tensors_only: bool = False) -> list[Difference]:
-    """Entries that both have and that differ. Inside :class:`Quiet`."""
+    """Entries that differ; of inputs and state of modules those too that one of both lacks. Inside :class:`Quiet`."""
     out = []
     one, other = forward.values(), recompute.values()
     for (kind, name), (text, value) in one.items():
@@ -229,4 +291,17 @@ def differences(forward: Prints, recompute: Prints, tensors_only: bool = False) 
             out.append(Difference(kind, name, text, "one value", "another"))
         else:
             out.append(Difference(kind, name, "", text, again[0]))
-    return out
+    return out if tensors_only else [*out, *_in_one_only(forward, recompute, out)]
+
+
+def _in_one_only(forward: Prints, recompute: Prints, differ: list[Difference]) -> Iterable[Difference]:
+    """Inputs and state of modules that only one of both has, past what a list or a module that differs in length explains."""
+    one, other, cut = forward.values(), recompute.values(), forward.cut | recompute.cut
+    told = [f"{item.name[4:-1]}[" for item in differ if item.name.startswith("len(")]
+    told += [f"{item.name.removeprefix('modules of ')}." for item in differ if item.name.startswith("modules of ")]
+    for kind, name in {**one, **other}:
+        if kind not in ("inputs", "module") or kind in cut or ((kind, name) in one and (kind, name) in other):
+            continue
+        if not any(name.removeprefix("len(").startswith(part) or f" of {part}" in f"{name}." for part in told):
+            texts = [values[kind, name][0] if (kind, name) in values else "not there" for values in (one, other)]
+            yield Difference(kind, name, "", *texts)

@@ -166,6 +166,7 @@ class Starts:
         if one.prints is not None and other.prints is not None:
             seen += [kind for kind in ("params",) if kind in self.wants]
             seen += ["inputs", "rng", "module"] if "inputs" in self.wants else []
+            seen = [kind for kind in seen if kind not in one.prints.cut | other.prints.cut]
         same = [kind for kind in seen if kind not in kinds]
         missing = [kind for kind in ("params", "inputs", "rng", "module") if kind not in kinds and kind not in seen]
         return differs, same, missing

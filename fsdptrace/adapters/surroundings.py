@@ -45,6 +45,7 @@ def _readers() -> list[tuple[str, Callable[[], Any]]]:
          _read(c, "_get_cublas_allow_fp16_reduced_precision_reduction")),
         ("torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
          _read(c, "_get_cublas_allow_bf16_reduced_precision_reduction")),
+        ("torch.get_num_threads()", torch.get_num_threads),
         ("torch.is_anomaly_enabled()", torch.is_anomaly_enabled),
         ("the autocast cache", torch.is_autocast_cache_enabled),
         *_autocast("cpu"),
@@ -114,7 +115,8 @@ def differences(forward: tuple[Any, ...], recompute: tuple[Any, ...]) -> list[tu
 def changed_variables(forward: tuple[str | int, ...], recompute: tuple[str | int, ...]) -> list[str]:
     """Names of context variables that are set otherwise than in the forward."""
     one, other = (dict(zip(zip(v[::3], v[1::3], strict=True), v[2::3], strict=True)) for v in (forward, recompute))
-    return sorted(str(key[0]) for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+    changed = {str(key[0]) for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+    return sorted(name for name in changed if not name.startswith("torch."))
 
 
 def _show(value: Any) -> str:

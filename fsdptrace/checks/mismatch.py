@@ -179,7 +179,7 @@ def _cause(tracker: Tracker, region: int, detail: Mapping[str, Any]) -> str:
     where_ = f" {_first_value(first)}" if first else ""
     return (
         f"Cause: none of what was recorded ({_list(same)} are the same): an operator that is not deterministic, or state that "
-        f"lies outside of the modules.{where_}"
+        f"lies outside of the modules (a global variable, the environment, a generator of its own).{where_}"
     )
 
 
@@ -234,8 +234,9 @@ def _hint(detail: Mapping[str, Any]) -> str:
         return "Set the same global state around backward() as around the forward; checkpoint brings back autocast only."
     if "module" in kinds:
         return (
-            "Keep the forward from changing what it depends on: update such state outside of the checkpointed function (after "
-            "the optimizer's step), or leave the part that does (a router) out of the checkpoint."
+            "Leave what the forward depends on as it was until its backward is over: update such state outside of the checkpointed "
+            "function (after the optimizer's step; eval(), freezing and exchanging modules as well), or leave the part that does it "
+            "(a router) out of the checkpoint."
         )
     wanted = [name for name in ("inputs", "params") if name in detail["missing"]]
     if wanted or "rng" in detail["missing"]:

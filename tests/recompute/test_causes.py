@@ -32,7 +32,8 @@ SAID = {
     "context": "Cause: global state differs: torch.are_deterministic_algorithms_enabled(): True in the forward, False in the "
     "recomputation",
     "kernel": "Cause: none of what was recorded (gathered parameters, inputs, random number state, global state, state kept in "
-    "modules and units used are the same): an operator that is not deterministic, or state that lies outside of the modules.",
+    "modules and units used are the same): an operator that is not deterministic, or state that lies outside of the modules (a "
+    "global variable, the environment, a generator of its own).",
 }
 # Without fingerprints: what is cheap enough to be recorded always. The others are not guessed at.
 WITHOUT = {
