@@ -156,7 +156,7 @@ class Run:
             "other_runs": self.others,
         }  # fmt: skip
         if steps:
-            data["steps"] = [{"rank": rank, **asdict(line)} for rank, line in self.step_lines()]
+            data["steps"] = [{"rank": rank, **line.to_json()} for rank, line in self.step_lines()]
         return data
 
 

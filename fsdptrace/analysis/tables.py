@@ -158,7 +158,7 @@ def _rows(run: Run) -> dict[str, _Table]:
     return {
         "units": ({**at, "rank_steps": _INT, "unit": _TEXT, **_UNIT}, _units(run)),
         "peak": ({**at, "rank": _INT, "step": _INT, "seq": _INT, "unit": _TEXT, "bytes": _INT}, _peak(run)),
-        "steps": ({"rank": _INT, **_STEP}, ({"rank": rank, **asdict(line)} for rank, line in run.step_lines())),
+        "steps": ({"rank": _INT, **_STEP}, ({"rank": rank, **line.to_json()} for rank, line in run.step_lines())),
         "communication": ({**at, "rank_steps": _INT, **_TRAFFIC}, (
             {**_at(m), "rank_steps": m.traffic.steps, **asdict(row)}
             for m in run.models for row in m.traffic.rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +333,26 @@ def _parts(path: Path) -> tuple[ProcessTrace, list[StepPart]]:
     steps: list[StepPart] = []
     (found,), _ = find_runs(path)
     return read_process(found.sources[0], steps.append), steps
+
+
+def test_a_step_of_one_line_costs_little(tmp_path: Path) -> None:
+    """A long run has a million of them. Counted are calls, which no other program on the machine changes."""
+    made = Made(0, 1)
+    for _ in range(1000):
+        made.one_line_step()
+    made.end()
+    made.write(tmp_path)
+    profile = cProfile.Profile()
+    loaded = profile.runcall(load, tmp_path)
+    assert len(loaded.processes[0].steps) == 1000
+    assert sum(entry.callcount for entry in profile.getstats()) < 200 * 1000  # 100 a step; copies of values took 300
+
+
+def test_a_step_line_as_data(tmp_path: Path) -> None:
+    made = Made(0, 1)
+    made.step()
+    made.end()
+    made.write(tmp_path)
+    (line,) = load(tmp_path).processes[0].steps
+    assert line.to_json() == asdict(line)
+    assert (line.to_json()["step"], line.to_json()["full"], line.to_json()["unsharded_peak"]) == (0, True, 4000)
