@@ -148,6 +148,10 @@ def overview() -> dashboard.Dashboard:
     """A run at a glance."""
     board = _board("fsdptrace-overview", "FSDP2 run overview", "A training run under fsdptrace, all ranks", ["prometheus"])
     quantile = "histogram_quantile({q}, sum by (le{by}) (rate({metric}_bucket{{{ranks}}}[$__rate_interval])))"
+    per_step = (
+        f"sum by (dl_rank) (rate({{}}{{{{{RANKS}}}}}[$__rate_interval])) / "
+        f"sum by (dl_rank) (rate(fsdp_step_device_duration_seconds_count{{{{{RANKS}}}}}[$__rate_interval]))"
+    )
     row(
         board, "Now",
         figure("Ranks", "short", "Ranks that report", f"count(count by (dl_rank) (fsdp_step{{{RUN}}}))"),
@@ -204,6 +208,20 @@ def overview() -> dashboard.Dashboard:
               query(f"sum(rate(fsdp_gathers_unused_total{{{RANKS}}}[$__rate_interval])) or vector(0)", "unused")),
     )  # fmt: skip
     row(
+        board, "On the device, of steps that were timed there",
+        lines("Device time of a step", "s", "Mean by rank, and how much of it compute waited for collectives",
+              query(per_step.format("fsdp_step_device_duration_seconds_sum"), "rank {{dl_rank}}"),
+              query(per_step.format("fsdp_communication_exposed_seconds_total"), "waited, rank {{dl_rank}}"),
+              empty=NO_DEVICE_TIMING),
+        lines("Device time of reductions", "s", "Of reduce-scatters and all-reduces",
+              query(quantile.format(q=0.95, by=",fsdp_collective", metric="fsdp_reduction_duration_seconds", ranks=RANKS),
+                    "95 %, {{fsdp_collective}}"), empty=NO_DEVICE_TIMING),
+        lines("Memory of the device's allocator", "bytes", "Most at a unit's boundary, newest timed step, by rank",
+              query(f"max by (dl_rank) (fsdp_allocated_memory_peak_bytes{{{RANKS}}})", "given out, rank {{dl_rank}}"),
+              query(f"max by (dl_rank) (fsdp_reserved_memory_peak_bytes{{{RANKS}}})", "held, rank {{dl_rank}}"),
+              width=24, empty=NO_DEVICE_TIMING),
+    )  # fmt: skip
+    row(
         board, "Findings, and the tracer itself",
         bars("Violations by rule", "So far, over the chosen ranks",
              f"sum by (fsdp_rule, fsdp_severity) (fsdp_violations_total{{{RANKS}}})", "{{fsdp_severity}} {{fsdp_rule}}",
@@ -236,6 +254,10 @@ def units() -> dashboard.Dashboard:
         bars("All-gathers by unit", "Of steps written in full, so far",
              f'topk(15, sum by (fsdp_module_fqn) (fsdp_unshard_host_duration_seconds_count{{{RANKS},fsdp_module_fqn!=""}}))',
              "{{fsdp_module_fqn}}", empty),
+        lines("Units that compute waits for", "s", "On the device, per second of training, the 15 that are waited for longest",
+              query(f'topk(15, sum by (fsdp_module_fqn) (rate(fsdp_communication_exposed_seconds_total{{{RANKS},fsdp_module_fqn!=""}}'
+                    "[$__rate_interval])))", "{{fsdp_module_fqn}}"), width=24,
+              empty=f"{NO_DEVICE_TIMING}, or {empty}"),
         lines("Host time of a recomputation", "s", "Mean, of steps written in full",
               query(f"sum by (dl_rank) (rate(fsdp_recompute_duration_seconds_sum{{{RANKS}}}[$__rate_interval])) / "
                     f"sum by (dl_rank) (rate(fsdp_recompute_duration_seconds_count{{{RANKS}}}[$__rate_interval]))",

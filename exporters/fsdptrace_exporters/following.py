@@ -184,7 +184,7 @@ class Worker(threading.Thread):
         if not self.sink.flush(due or ended):
             return False
         for path, followed in list(self._followed.items()):
-            followed.position = followed.follower.position
+            followed.position = self._reached(followed)
             followed.state = self.sink.state(followed.follower)
             self.delivered[path] = followed.position
         self._write_positions(ended)
@@ -194,6 +194,14 @@ class Worker(threading.Thread):
                 self.over.add(path)
                 del self._followed[path]
         return True
+
+    def _reached(self, followed: _Followed) -> Position:
+        """Up to where everything that was flushed goes."""
+        own = getattr(self.sink, "reached", None)
+        if own is None:
+            return followed.follower.position
+        position: Position | None = own(followed.follower)
+        return position or followed.position
 
     # -- finding files -------------------------------------------------------------------------------------------------
     def _discover(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
@@ -24,6 +24,8 @@ GAUGES: Mapping[str, tuple[str, str]] = {
     "fsdp.unsharded.memory.peak": ("By", "Most gathered parameters at one time of the newest step"),
     "fsdp.unsharded.past_backward": ("By", "Gathered at the end of the newest step although their backward was over"),
     "fsdp.unsharded.past_backward.peak": ("By", "Most of that at one time of the newest step: the curve of a leak"),
+    "fsdp.allocated.memory.peak": ("By", "Most that the allocator had given out at a unit's boundary, newest timed step"),
+    "fsdp.reserved.memory.peak": ("By", "Most that it held from the device there"),
 }
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "fsdp.gathers": ("{gather}", "All-gathers issued"),
@@ -41,6 +43,8 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "fsdp.step.duration": ("s", "Time from one step's end to the next", STEP_BOUNDS),
     "fsdp.unshard.host.duration": ("s", "Host time to issue an all-gather, of steps written in full", HOST_BOUNDS),
     "fsdp.allgather.duration": ("s", "Device time of an all-gather, of steps that were timed", HOST_BOUNDS),
+    "fsdp.reduction.duration": ("s", "Device time of a reduce-scatter or all-reduce, of steps that were timed", HOST_BOUNDS),
+    "fsdp.step.device.duration": ("s", "Device time of a step, of steps that were timed", STEP_BOUNDS),
     "fsdp.recompute.duration": (
         "s",
         "Host time of a checkpointed function's recomputation, of steps written in full",
@@ -48,6 +52,14 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     ),
 }
 """Names, units and meanings; the field of a metric is its name in OTLP, and in Prometheus what that becomes there."""
+
+
+def memory_peaks(records: Sequence[int]) -> tuple[int, int]:
+    """The most bytes that the allocator had given out, and that it held, at the boundaries of a step's units; 0 unknown."""
+    if ev.MEMORY not in records[ev.KIND :: ev.WIDTH]:
+        return 0, 0
+    rows = [row for row in rows_of(records) if row[0] == ev.MEMORY]
+    return max(row[ev.A] for row in rows), max(row[ev.A + 1] for row in rows)
 
 
 _COLLECTIVES = {ev.UNSHARD: "all_gather", ev.REDUCE_SCATTER: "reduce_scatter", ev.ALL_REDUCE: "all_reduce"}
@@ -113,6 +125,10 @@ class ProcessMetrics:
                 self._record("fsdp.step.duration", line.duration_ns / 1e9, {**self.attributes, **model})
             for mesh, sums in step.comm.items():
                 self._communication(mesh, sums)
+        allocated, reserved = memory_peaks(part.records)
+        if reserved:
+            self._set("fsdp.allocated.memory.peak", allocated)
+            self._set("fsdp.reserved.memory.peak", reserved)
         for data in step.violations:
             self._count("fsdp.violations", 1, **{"fsdp.rule": data["rule"], "fsdp.severity": data["severity"]})
         for kind, _seq, t0, t1, group, _p, context, _a, *rest in rows_of(part.records):
@@ -127,13 +143,27 @@ class ProcessMetrics:
 
     def device(self) -> bool:
         """Takes up what the device did, which is known later than its steps; whether there was any."""
-        times = self._process.take_device()
-        for kind, pass_, ns, exposed in times:
-            if kind == ev.UNSHARD:
-                self._record("fsdp.allgather.duration", ns / 1e9, {**self.attributes, "fsdp.pass": ev.PASSES[pass_]})
-            if exposed > 0:
-                self._count("fsdp.communication.exposed", exposed / 1e9, **{"fsdp.collective": _COLLECTIVES.get(kind, "other")})
-        return bool(times)
+        steps = self._process.take_device()
+        for step in steps:
+            trace = self._process.trace
+            names = trace.models.get(step.model) if self._modules else None
+            for span in step.spans:
+                collective = _COLLECTIVES.get(ev.KIND_NUMBER[span.what])
+                if collective is None:
+                    continue
+                about = {"fsdp.pass": ev.PASSES[span.pass_]} if span.what == "unshard" else {"fsdp.collective": collective}
+                if names is not None and span.group >= 0:
+                    about["fsdp.module.fqn"] = names.fqn(span.group)
+                name = "fsdp.allgather.duration" if span.what == "unshard" else "fsdp.reduction.duration"
+                self._record(name, (span.t1 - span.t0) / 1e9, {**self.attributes, **about})
+                if span.exposed >= 0:
+                    about["fsdp.collective"] = collective
+                    about.pop("fsdp.pass", None)
+                    self._count("fsdp.communication.exposed", span.exposed / 1e9, **about)
+            if step.span_ns is not None:
+                model = {"fsdp.model": trace.models[step.model].root} if step.model else {}
+                self._record("fsdp.step.device.duration", step.span_ns / 1e9, {**self.attributes, **model})
+        return bool(steps)
 
     def _communication(self, mesh: str, sums: Mapping[str, int]) -> None:
         for pass_ in ("forward", "backward", "recompute", "other"):

@@ -38,8 +38,9 @@ class Sink(Protocol):
         name: part of the names of its position files: positions of two back ends must not mix.
         linger: seconds that it wants to live on after the last process ended.
 
-    A sink may also have ``lines``, a pattern of the only lines that it needs, and ``keeps_position``, False where it always
-    begins anew.
+    A sink may also have ``lines``, a pattern of the only lines that it needs; ``keeps_position``, False where it always
+    begins anew; and ``reached(process)``, where it holds steps back over a :meth:`flush`: the position of the last one that it
+    did not, or None before any.
     """
 
     name: str

@@ -51,6 +51,39 @@ def device_spans(data: Mapping[str, Any]) -> Iterator[DeviceSpan]:
             yield DeviceSpan(STREAMS[what], what, base + t0, base + t0 + ns, pass_, group, seq, exposed)
 
 
+@dataclass(frozen=True, slots=True)
+class StepOnDevice:
+    """What a ``device_times`` line says of one step.
+
+    Attributes:
+        model, step: of which it speaks.
+        span_ns: device time of the step; None when its events never completed.
+        missing: timings that never completed.
+        spans: what the device did, in the order of ``seq``.
+    """
+
+    model: int
+    step: int
+    span_ns: int | None
+    missing: int
+    spans: tuple[DeviceSpan, ...]
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> StepOnDevice:
+        """Of a line.
+
+        Raises:
+            KeyError, ValueError, TypeError: it is not of the form.
+        """
+        span = None if data["span"] is None else int(data["span"])
+        return cls(int(data["model"]), int(data["step"]), span, int(data["missing"]), tuple(device_spans(data)))
+
+    @property
+    def exposed_ns(self) -> int:
+        """ns that compute waited for gathers and reductions."""
+        return sum(span.exposed for span in self.spans if span.exposed > 0)
+
+
 @dataclass(slots=True)
 class UnitDevice:
     """One param group (or several of one name pattern) over timed steps and ranks; sums, times in ns.

@@ -10,21 +10,22 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdptrace import events as ev
+from fsdptrace.analysis.device import StepOnDevice
 from fsdptrace.analysis.lines import BAD_LINE, LineReader, RunningStep
 from fsdptrace.analysis.process import ProcessTrace, StepPart
 from fsdptrace.analysis.records import parse
-from fsdptrace.analysis.sources import Header, Problem, Source
+from fsdptrace.analysis.sources import Header, Problem, Source, exists
 from fsdptrace.analysis.steplines import StepLines
 
 SILENCE = 5.0  # seconds without a line after which a process that is not there any more is taken for dead
 _LONGEST_LINE = 1 << 24
 _SEQ = re.compile(rb'\{"seq": ?(\d{1,18})')
-_NO_EVENT = frozenset(("step", "heartbeat", "model", "active_span", "thinned", "entered", None))
+_NO_EVENT = frozenset(("step", "heartbeat", "model", "active_span", "thinned", "entered", "device_times", None))
 #: Lines that are no events of a step, for sinks that need no others.
 FEW_LINES = re.compile(rb'"kind": ?"(?:step|violation|exception|heartbeat|entered|model|active_span|thinned|end)"|"schema"')
 
@@ -38,6 +39,7 @@ class Position:
         inode: of that part when it was read: a part that was thinned since is another file, and is read from its start.
         taken: newest step that was taken and when it ended, by model; steps up to it are passed over when they are read again.
         ended: how the process ended, once that was taken too; see :class:`Follower`.
+        timed: newest step whose device times were taken, by model; lines of these that are read again are passed over.
     """
 
     part: int = 0
@@ -45,11 +47,13 @@ class Position:
     inode: int = 0
     taken: dict[int, tuple[int, int]] = field(default_factory=dict)
     ended: str = ""
+    timed: dict[int, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         taken = {str(model): list(last) for model, last in self.taken.items()}
-        return {"part": self.part, "offset": self.offset, "inode": self.inode, "taken": taken, "ended": self.ended}
+        timed = {str(model): step for model, step in self.timed.items()}
+        return {**asdict(self), "taken": taken, "timed": timed}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Position:
@@ -59,7 +63,8 @@ class Position:
             KeyError, TypeError, ValueError: it is none.
         """
         taken = {int(model): (int(step), int(t)) for model, (step, t) in data["taken"].items()}
-        return cls(int(data["part"]), int(data["offset"]), int(data["inode"]), taken, str(data["ended"]))
+        timed = {int(model): int(step) for model, step in data.get("timed", {}).items()}
+        return cls(int(data["part"]), int(data["offset"]), int(data["inode"]), taken, str(data["ended"]), timed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ class _Reader(LineReader):
         super().__init__(trace, sink)
         self.spans: dict[tuple[int, int], list[str]] = {}
         self.comm: dict[tuple[int, int], Mapping[str, Mapping[str, int]]] = {}
-        self.device: list[tuple[int, int, int, int]] = []
+        self.device: list[StepOnDevice] = []
+        self.timed: dict[int, int] = {}
         self.thinned = 0
         self.drain_ns = 0
         self.progress_t = 0
@@ -107,15 +113,17 @@ class _Reader(LineReader):
         if kind == "thinned":
             self.thinned += int(data["events"])
             return None
-        if kind == "device_times":
-            rows = zip(data["what"], data["pass"], data["ns"], data["exposed"], strict=True)
-            self.device += [(ev.KIND_NUMBER[what], int(pass_), int(ns), int(exposed)) for what, pass_, ns, exposed in rows]
         if kind == "step" and isinstance(comm := data.get("comm"), dict):
             self.comm[int(data.get("model", 0)), int(data["step"])] = {
                 str(mesh): {str(name): int(value) for name, value in sums.items()} for mesh, sums in comm.items()
             }
         before = self.trace.last_seq
         record = super().take(data)
+        if kind == "device_times":
+            times = StepOnDevice.read(data)
+            if times.step > self.timed.get(times.model, -1):
+                self.timed[times.model] = times.step
+                self.device.append(times)
         if self.trace.last_seq > before:
             self.progress_t = self.trace.last_t
         if kind in ("heartbeat", "end") and "drain_ns" in data:
@@ -178,6 +186,7 @@ class Follower:
         if self.ended:
             self._mark = (start.part, start.offset, start.inode)
             return
+        self._reader.timed.update(start.timed)
         if start.part or start.offset:
             self._read_models()
             for model, (step, t) in start.taken.items():
@@ -201,15 +210,15 @@ class Follower:
     @property
     def position(self) -> Position:
         """Where another reader would go on, everything handed on so far being taken."""
-        return Position(*self._mark, dict(self._taken), self.ended)
+        return Position(*self._mark, dict(self._taken), self.ended, dict(self._reader.timed))
 
     @property
     def drain_ns(self) -> int:
         """CPU time of the process's drain thread, as last said."""
         return self._reader.drain_ns
 
-    def take_device(self) -> list[tuple[int, int, int, int]]:
-        """Device times since the last call: kind, pass, how long and how much of it compute waited for (ns, -1 unknown)."""
+    def take_device(self) -> list[StepOnDevice]:
+        """Device times that were read since the last call; as a rule a step's come after the step itself."""
         taken, self._reader.device = self._reader.device, []
         return taken
 
@@ -341,10 +350,12 @@ class Follower:
             del self._reader.spans[key]
         if step <= self._taken.get(number, (-1, 0))[0]:
             return
+        if part.line is None and part.records and set(part.records[ev.KIND :: ev.WIDTH]) == {ev.DEVICE}:
+            return  # it never began: what the device had done was known after the last one
         self._taken[number] = (step, part.line.t if part.line is not None else 0)
         if part.line is not None and self._reader.empty():
             self._advance()
-        self._sink(FollowedStep(part, mine, spans, comm, Position(*self._mark, dict(self._taken))))
+        self._sink(FollowedStep(part, mine, spans, comm, replace(self.position, ended="")))
 
     # -- the end -------------------------------------------------------------------------------------------------------
     def look(self, here: str) -> bool:
@@ -357,7 +368,7 @@ class Follower:
 
     def lives(self, here: str) -> bool:
         """Whether there is a process of its number on ``here``, its host."""
-        return self.header.host == here and _alive(self.header.pid)
+        return self.header.host == here and exists(self.header.pid)
 
     def give_up(self) -> None:
         """Nothing more will come: hands on what there is of the running steps."""
@@ -378,13 +389,3 @@ class Follower:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return pid > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections import Counter
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptrace.analysis.process import ProcessTrace
+from fsdptrace.analysis.sources import exists
 from fsdptrace.analysis.stages import Stage, first_difference, stages
 from fsdptrace.checks import registry
 from fsdptrace.checks.text import count
@@ -153,13 +153,7 @@ def fresh(process: ProcessTrace) -> bool:
 def _gone(process: ProcessTrace) -> bool:
     if process.header.host != socket.gethostname().split(".")[0] or process.header.pid <= 0:
         return False
-    try:
-        os.kill(process.header.pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
+    return not exists(process.header.pid)
 
 
 def entered_text(process: ProcessTrace) -> str:

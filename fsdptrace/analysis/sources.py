@@ -279,3 +279,14 @@ def _header(path: Path) -> dict[str, Any] | None:
             if isinstance(data, dict) and str(data.get("schema", "")).startswith("fsdptrace/"):
                 return data
     return None
+
+
+def exists(pid: int) -> bool:
+    """Whether this host has a process of that number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return pid > 0

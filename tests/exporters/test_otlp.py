@@ -38,7 +38,8 @@ def train(rank: int, out: str, grpc: int, http: int) -> dict[str, str]:
         with legacy.old_bookkeeping():
             model = checkpointed_layers(init_device_mesh("cpu", (2,)), 3, use_reentrant=True)
             optimizer = sgd(model)
-            with fsdptrace.record(model, exporters=["otlp"], out=out, run_id=name, on_violation="record") as rec:
+            options: dict[str, Any] = {"on_violation": "record", "device_timing": "always"}
+            with fsdptrace.record(model, exporters=["otlp"], out=out, run_id=name, **options) as rec:
                 for step in range(STEPS):
                     with tracer.start_as_current_span("iteration") if step == 1 else trace.use_span(trace.INVALID_SPAN):
                         if step == 1:
@@ -62,7 +63,13 @@ class Lines:
         self.rank = self.header["rank"]
 
     def step(self, number: int) -> list[dict[str, Any]]:
-        return [line for line in self.all if line.get("step") == number and "seq" in line]
+        return [line for line in self.all if line.get("step") == number and "seq" in line and line["kind"] != "device_times"]
+
+    def device(self, number: int) -> dict[int, tuple[str, int, int, int]]:
+        """What the device did (here the host's clock stands in for it): kind, Unix ns, how long, exposed, by event."""
+        (line,) = [line for line in self.all if line.get("kind") == "device_times" and line["step"] == number]
+        rows = zip(line["seq"], line["what"], line["t0"], line["ns"], line["exposed"], strict=True)
+        return {seq: (what, line["base"] + t0 + self.shift, ns, exposed) for seq, what, t0, ns, exposed in rows}
 
     def fqn(self, line: dict[str, Any]) -> str:
         return str(self.model["groups"][line["group"]]["fqn"])
@@ -217,6 +224,31 @@ def test_attributes_and_links_of_gathers(sent: Any, run: str) -> None:
             )
             if number == 0:
                 assert wasted, "the leak gathers what nobody uses"
+
+
+@pytest.mark.parametrize("run", ["grpc", "http"])
+def test_what_the_device_did_is_on_the_spans(sent: Any, run: str) -> None:
+    sink, out, _, _ = sent
+    spans = of_run(sink, run)
+    names = {"fsdp.unshard": "unshard", "fsdp.reduce_scatter": "reduce_scatter", "fsdp.forward": "forward",
+             "fsdp.backward": "backward"}  # fmt: skip
+    for lines in files(out, run):
+        for number in range(STEPS):
+            device = lines.device(number)
+            (root,) = [s for about, s in spans if s.name == "fsdp.units" and about["dl.rank"] == lines.rank
+                       and values(s.attributes)["fsdp.step"] == number]  # fmt: skip
+            got = Counter(
+                (names[s.name], about["fsdp.device.start"], about["fsdp.device.duration"], about.get("fsdp.exposed", -1e-9))
+                for _, s in spans if s.trace_id == root.trace_id and s.name in names
+                and "fsdp.device.start" in (about := values(s.attributes))
+            )  # fmt: skip
+            known = [row for row in device.values() if row[0] != "wait"]
+            assert got == Counter((what, start, ns / 1e9, exposed / 1e9) for what, start, ns, exposed in known)
+            assert sum(what == "unshard" for what, *_ in known) >= 6  # three units, forward and backward
+            (rank,) = [s for about, s in spans if s.name == "fsdp.rank" and about["dl.rank"] == lines.rank
+                       and values(s.attributes)["fsdp.step"] == number]  # fmt: skip
+            exposed = sum(exposed for *_, exposed in device.values() if exposed > 0)
+            assert values(rank.attributes)["fsdp.exposed"] == exposed / 1e9
 
 
 def _used(lines: Lines, number: int, gather: dict[str, Any]) -> bool:

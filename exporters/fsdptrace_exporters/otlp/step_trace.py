@@ -11,10 +11,12 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from fsdptrace import events as ev
+from fsdptrace.analysis.device import StepOnDevice
 from fsdptrace.analysis.follow import FollowedStep
 from fsdptrace.analysis.sources import Header
 from fsdptrace.summary import rows_of
 from fsdptrace_exporters import identity
+from fsdptrace_exporters.metrics import memory_peaks
 from fsdptrace_exporters.otlp import build
 
 _PARTS = {
@@ -27,15 +29,17 @@ _PARTS = {
 
 @dataclass(slots=True)
 class Extent:
-    """When a step ran on one rank, ns of the process's clock, and what its events say of it in all."""
+    """When a step ran on one rank, ns of the process's clock, and what its events say of it in all; ``on_device``: what is
+    known of it there."""
 
     start: int = 0
     end: int = 0
     parts: dict[int, tuple[int, int, int, int]] | None = None  # by kind: how many, first begin, last end, ns in them
     exceptions: tuple[tuple[int, str], ...] = ()
+    on_device: StepOnDevice | None = None
 
     @classmethod
-    def of(cls, step: FollowedStep, last_t: int, since: int = 0) -> Extent:
+    def of(cls, step: FollowedStep, last_t: int, since: int = 0, on_device: StepOnDevice | None = None) -> Extent:
         """Of a step; ``last_t`` is the process's last sign of life, for one that did not end, and ``since`` when it began
         where it has no events."""
         records, line = step.part.records, step.part.line
@@ -50,7 +54,12 @@ class Extent:
         begins, ends = records[ev.T0 :: ev.WIDTH], records[ev.T1 :: ev.WIDTH]
         end = line.t if line is not None else max(last_t, max(ends, default=0))
         start = end - line.duration_ns if line is not None and line.duration_ns else since or end
-        return cls(min([start, *begins]), max([end, *ends]), parts, tuple(exceptions))
+        return cls(min([start, *begins]), max([end, *ends]), parts, tuple(exceptions), on_device)
+
+    def device_seconds(self, what: str) -> float | None:
+        """How long the passes ``what`` (``forward`` or ``backward``) ran on the device in all; None where it is not known."""
+        found = [span.t1 - span.t0 for span in self.on_device.spans if span.what == what] if self.on_device else []
+        return sum(found) / 1e9 if found else None
 
 
 def step_spans(
@@ -90,6 +99,7 @@ def step_spans(
         }  # fmt: skip
     else:
         attributes["fsdp.step.unfinished"] = True
+    attributes |= on_device(extent, part.records)
     events = [build.violation_event(data, at(when(data, extent.end))) for data in step.violations]
     events += [Event("exception", {"exception.type": name}, timestamp=at(t)) for t, name in extent.exceptions]
     if len(step.violations) > build.EVENTS:
@@ -110,6 +120,22 @@ def step_spans(
     return spans.made
 
 
+def on_device(extent: Extent, records: Sequence[int]) -> dict[str, Any]:
+    """What is said of a rank's step where its device was timed."""
+    attributes: dict[str, Any] = {}
+    times = extent.on_device
+    if times is not None:
+        attributes["fsdp.exposed"] = times.exposed_ns / 1e9
+        if times.span_ns is not None:
+            attributes["fsdp.device.duration"] = times.span_ns / 1e9
+        if times.missing:
+            attributes["fsdp.device.missing"] = times.missing
+    allocated, reserved = memory_peaks(records)
+    if reserved:
+        attributes |= {"fsdp.allocated.memory.peak": allocated, "fsdp.reserved.memory.peak": reserved}
+    return attributes
+
+
 def _parts(spans: build.Spans, trace: int, rank: int, header: Header, extent: Extent, at: Any) -> None:
     """One span per kind; of several forwards (accumulation) or recomputations it runs from the first to the last."""
     ids = {kind: identity.span_id(trace, "rank", header.rank, ev.KINDS[kind]) for kind in _PARTS}
@@ -123,6 +149,8 @@ def _parts(spans: build.Spans, trace: int, rank: int, header: Header, extent: Ex
         if kind == ev.RECOMPUTE and backward is not None and backward[1] <= first and last <= backward[2]:
             parent = ids[ev.BACKWARD]
         attributes = {"dl.rank": header.rank, "fsdp.count": count, "fsdp.busy": busy / 1e9}
+        if (seconds := extent.device_seconds(ev.KINDS[kind])) is not None:
+            attributes["fsdp.device.duration"] = seconds
         spans.add(name, ids[kind], parent, at(first), at(last), attributes)
 
 

@@ -10,12 +10,14 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.sampling import Decision, Sampler
 
-from fsdptrace.analysis.follow import FollowedStep, Follower
+from fsdptrace.analysis.device import StepOnDevice
+from fsdptrace.analysis.follow import FollowedStep, Follower, Position
 from fsdptrace.analysis.process import StepPart
 from fsdptrace.events import Texts
 from fsdptrace_exporters import identity
 from fsdptrace_exporters.otlp import build
 from fsdptrace_exporters.otlp.delivery import Delivery, NotDelivered
+from fsdptrace_exporters.otlp.holding import Held
 from fsdptrace_exporters.otlp.step_trace import Extent, step_spans, worst
 from fsdptrace_exporters.otlp.unit_trace import UnitTrace
 from fsdptrace_exporters.sinks import Settings
@@ -47,20 +49,37 @@ class TraceSink:
         self._since = 0.0
         self._unmade = 0
         self._told: set[Any] = set()
+        self._held: dict[Any, Held] = {}
 
     def begin(self, process: Follower, state: Mapping[str, Any]) -> None:
         """See :class:`~fsdptrace_exporters.sinks.Sink`; so are the methods below."""
         self._resources[process.path] = build.resource(process.header)
+        self._held[process.path] = Held()
 
     def step(self, process: Follower, step: FollowedStep) -> None:
-        part = step.part
-        died = ""
-        if part.line is None and process.ended == "died":
-            died = last_words(process)
-            self._told.add(process.path)
-        self._take(process, step, died)
+        self._held[process.path].add(step)
+        self._let_go(process, ended=bool(process.ended))
 
-    def _take(self, process: Follower, step: FollowedStep, died: str, since: int = 0) -> None:
+    def _let_go(self, process: Follower, ended: bool) -> None:
+        """Makes spans of the steps that wait for nothing more."""
+        held = self._held[process.path]
+        for known in process.take_device():
+            held.times(known)
+        for step, times in held.ready(all_of_them=ended):
+            died = ""
+            if step.part.line is None and process.ended == "died":
+                died = last_words(process)
+                self._told.add(process.path)
+            self._take(process, step, died, on_device=times)
+
+    def reached(self, process: Follower) -> Position | None:
+        """Up to where its steps are made spans of; None when that is not known."""
+        held = self._held.get(process.path)
+        return held.reached if held else process.position
+
+    def _take(
+        self, process: Follower, step: FollowedStep, died: str, since: int = 0, on_device: StepOnDevice | None = None
+    ) -> None:
         header, part = process.header, step.part
         trace = identity.step_trace(header, part.map.model, part.step)
         if self._sampler.should_sample(None, trace, "fsdp.step").decision != Decision.RECORD_AND_SAMPLE:
@@ -68,7 +87,7 @@ class TraceSink:
         if not self._waiting:
             self._since = time.monotonic()
         of = self._resources[process.path]
-        extent = Extent.of(step, process.trace.last_t if died else 0, since)
+        extent = Extent.of(step, process.trace.last_t if died else 0, since, on_device)
         ranks = self._settings.detail_ranks
         wanted = ranks is None or header.rank in ranks or bool(died) or worst(step.violations)
         detail = wanted and len(part.records) > 0 and (part.full or part.line is None)
@@ -85,9 +104,11 @@ class TraceSink:
                     )
 
     def round(self, process: Follower, caught_up: bool) -> None:
-        pass
+        # Of a finished run nothing more will come once its file is read to the end.
+        self._let_go(process, ended=bool(process.ended) or (caught_up and not self._settings.live))
 
     def end(self, process: Follower) -> None:
+        self._let_go(process, ended=True)
         if process.ended == "died" and process.path not in self._told:
             # It went between two steps: the step that was to come says so.
             for number, model in process.trace.models.items():
@@ -96,6 +117,7 @@ class TraceSink:
                 step = FollowedStep(part, [], [], {}, process.position)
                 self._take(process, step, last_words(process), since)
         self._told.discard(process.path)
+        del self._held[process.path]
         self._resources.pop(process.path, None) if not self._waiting else None
 
     def flush(self, due: bool) -> bool:

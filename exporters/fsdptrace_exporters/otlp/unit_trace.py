@@ -76,13 +76,17 @@ class UnitTrace:
         self._gathered: dict[int, _Open] = {}
         self._noops = 0
         self._found: dict[int, list[dict[str, Any]]] = {}
+        self._device = {span.seq: span for span in extent.on_device.spans} if extent.on_device is not None else {}
+        self._memory: dict[int, dict[str, Any]] = {}  # by the event after which the allocator was read
         self._meshes = [mesh_name(group) for group in self._map.groups]
 
     def spans(self) -> list[ReadableSpan]:
         """All of them, the root last."""
         records = self._step.part.records
-        for kind, seq, _t0, _t1, _g, parent, *_rest in rows_of(records):
+        for kind, seq, _t0, _t1, _g, parent, _c, a, b, *_rest in rows_of(records):
             self._parents[seq] = parent
+            if kind == ev.MEMORY and b:
+                self._memory[parent] = {"fsdp.allocated.memory": a, "fsdp.reserved.memory": b}
             if kind in _CONTAINERS:
                 self._containers.add(seq)
         self._sort_violations()
@@ -110,6 +114,14 @@ class UnitTrace:
         if context % 4:
             attributes["fsdp.pass"] = ev.PASSES[context % 4]
         return attributes
+
+    def _on_device(self, seq: int) -> dict[str, Any]:
+        """What the device did for an event, where that is known: from when (Unix ns), how long, how long compute waited."""
+        span = self._device.get(seq)
+        if span is None:
+            return {}
+        attributes = {"fsdp.device.start": span.t0 + self._shift, "fsdp.device.duration": (span.t1 - span.t0) / 1e9}
+        return attributes if span.exposed < 0 else {**attributes, "fsdp.exposed": span.exposed / 1e9}
 
     def _sort_violations(self) -> None:
         """Violations by the event that they are about: the last of the evidence."""
@@ -151,6 +163,7 @@ class UnitTrace:
                     links.append(build.link(self._spans.trace, self._id(a), {"fsdp.link": "region"}))
             elif c >= 0:
                 attributes["fsdp.saved.bytes"] = c
+        attributes |= self._on_device(seq)
         self._add(_CONTAINERS[kind], self._id(seq), self._within(parent), t0, t1, attributes, seq, links=links)
 
     def _unshard(self, _k: int, seq: int, t0: int, t1: int, group: int, _p: int, context: int, size: int, world: int,
@@ -172,6 +185,7 @@ class UnitTrace:
             gather["fsdp.prefetch.direction"] = direction
         if mode:
             gather["fsdp.prefetch.mode"] = mode
+        gather |= self._on_device(seq)
         self._gathered[group] = _Open(seq, t0, self._root, about, issued=t1, prefetched=bool(direction), gather=gather)
 
     def _wait(self, _k: int, seq: int, t0: int, t1: int, group: int, *_rest: int) -> None:
@@ -179,6 +193,8 @@ class UnitTrace:
         if copy is not None:
             copy.waits.append((t0, seq))
             copy.waited = copy.waited or t1
+            if len(copy.waits) == 1:
+                copy.gather |= self._memory.get(seq, {})
 
     def _reshard(self, kind: int, seq: int, t0: int, t1: int, group: int, _p: int, _c: int, _size: int, to: int, cause: int,
                  *_rest: int) -> None:  # fmt: skip
@@ -192,7 +208,7 @@ class UnitTrace:
         attributes = {**copy.attributes, "fsdp.freed.by": how, **({"fsdp.reshard.to": to} if to else {})}
         lifetime = self._id(copy.seq, _LIFETIME)
         self._add("fsdp.unsharded", lifetime, self._root, copy.t0, t1, attributes, seq)
-        waits = [Event("fsdp.wait", {}, timestamp=t + self._shift) for t, _ in copy.waits[:1]]
+        waits = [Event("fsdp.wait", self._on_device(n), timestamp=t + self._shift) for t, n in copy.waits[:1]]
         end = copy.waited or copy.issued
         seqs = (copy.seq, *(number for _, number in copy.waits))
         self._add("fsdp.unshard", self._id(copy.seq), lifetime, copy.t0, end, copy.gather, *seqs, events=waits)
@@ -236,6 +252,7 @@ class UnitTrace:
     def _post_backward(self, _k: int, seq: int, t0: int, t1: int, group: int, parent: int, context: int, *_rest: int) -> None:
         if group not in self._backward:
             self._backward[group] = _Open(seq, t0, self._within(parent), self._about(group, context))
+        self._backward[group].attributes |= self._memory.get(seq, {})
         self._end_backward(group, t1, seq)
 
     def _end_backward(self, group: int, t1: int, *seqs: int, unfinished: bool = False) -> None:
@@ -251,7 +268,7 @@ class UnitTrace:
         around = self._id(unit.seq, _UNIT) if unit is not None and unit.t0 <= t0 else self._within(parent)
         attributes = {**self._about(group, context), "fsdp.bytes": size, "fsdp.wire.bytes": ev.wire_bytes(kind, size, world),
                       "fsdp.dtype": ev.DTYPES[dtype], "fsdp.tensors": tensors, "fsdp.op": ev.OPS[op % ev.OP_UNIT],
-                      "fsdp.mesh": self._meshes[group]}  # fmt: skip
+                      "fsdp.mesh": self._meshes[group], **self._on_device(seq)}  # fmt: skip
         self._add(_REDUCTIONS[kind], self._id(seq), around, t0, t1, attributes, seq)
 
     def _optimizer(self, _k: int, seq: int, t0: int, t1: int, _g: int, parent: int, _c: int, name: int, tensors: int,
