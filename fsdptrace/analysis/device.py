@@ -41,11 +41,13 @@ def device_spans(data: Mapping[str, Any]) -> Iterator[DeviceSpan]:
     """What a ``device_times`` line says, waits that took no time left out.
 
     Raises:
-        KeyError, ValueError, TypeError: the line is not of the form.
+        KeyError, ValueError, TypeError, IndexError: the line is not of the form.
     """
     base = int(data["base"])
     rows = zip(data["seq"], data["what"], data["pass"], data["group"], data["t0"], data["ns"], data["exposed"], strict=True)
     for seq, what, pass_, group, t0, ns, exposed in rows:
+        if not 0 <= pass_ < len(_PASSES) or exposed < -1 or ns < 0:
+            raise ValueError("no such pass, or less than no time")
         if what in STREAMS and (ns or what != "wait"):
             pass_ = pass_ or (_PASSES.index(what) if what in _PASSES else 0)  # a forward is in no pass, it is one
             yield DeviceSpan(STREAMS[what], what, base + t0, base + t0 + ns, pass_, group, seq, exposed)

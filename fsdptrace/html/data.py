@@ -153,7 +153,7 @@ class _Device:
         """A line of it, from the reader."""
         model, step = int(data["model"]), int(data["step"])
         if self._wanted(model, step):
-            self.spans.setdefault(model, []).extend((span, step) for span in device_spans(data))
+            self.spans.setdefault(model, []).extend([(span, step) for span in device_spans(data)])  # all of it or none
 
     def streams(self, model: int) -> list[str]:
         """Those of a model on which something ran, in the order in which they are shown."""

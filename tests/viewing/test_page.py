@@ -359,6 +359,20 @@ def test_what_is_shown_when_not_all_fits(tmp_path: Path) -> None:
     assert [process["rank"] for process in data["processes"]] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("wrong", [{"pass": [9]}, {"exposed": ["x"]}, {"ns": [-5]}, {"t0": [None]}, {"seq": []}])
+def test_device_times_that_no_recorder_writes_are_left_out(tmp_path: Path, wrong: dict[str, list[Any]]) -> None:
+    made = Made(0, 1)
+    made.step()
+    line = {"kind": "device_times", "model": 0, "step": 0, "base": 10, "span": 900, "missing": 0, "seq": [1], "pass": [1],
+            "what": ["unshard"], "group": [0], "t0": [20], "ns": [30], "exposed": [0]}  # fmt: skip
+    made.line(line)
+    made.line({**line, **wrong})
+    made.end()
+    made.write(tmp_path)
+    (process,) = page_data(load(tmp_path))["processes"]
+    assert process["device"]["dur"] == [30]
+
+
 def test_a_step_that_never_ended_comes_before_the_healthy_ones(tmp_path: Path) -> None:
     made = Made(0, 1)
     for _ in range(3):
