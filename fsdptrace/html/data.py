@@ -36,7 +36,7 @@ def page_data(run: Run, limit: int = MAX_EVENTS, progress: Progress | None = Non
         "base_ns": str(base),
         "texts": texts,
         "processes": processes,
-        "steps": tables.step_columns(run),
+        "steps": tables.step_lines(run),
         "tables": tables.tables(run),
         "memory": [tables.memory(model, run.several_models) for model in run.models],
         "coverage": run.coverage,

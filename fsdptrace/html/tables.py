@@ -9,6 +9,8 @@ from fsdptrace.analysis import ModelReport, Run, by_pattern
 from fsdptrace.checks.text import count, size
 from fsdptrace.cli.device import advice
 
+MANY_STEPS, MANY_LINES = 4000, 8  # points and lines of a chart over steps
+_OF_STEPS = ("duration_ns", "unsharded_peak", "past_backward_peak")
 MANY_UNITS = 60  # more units than this are put together by name pattern
 
 Table = dict[str, Any]
@@ -34,15 +36,26 @@ def _table(
     }  # fmt: skip
 
 
-def step_columns(run: Run) -> dict[str, list[int]]:
-    lines = run.step_lines()
-    return {
-        "rank": [rank for rank, _ in lines],
-        **{
-            name: [int(getattr(line, name)) for _, line in lines]
-            for name in ("model", "step", "duration_ns", "unsharded_peak", "past_backward_peak", "violations", "gathers")
-        },
-    }
+def step_lines(run: Run) -> dict[str, Any]:
+    """The lines of the charts over steps: one per rank, or of many ranks the largest of all. Of very many steps a point is the
+    largest of ``together`` in a row, so that none that stands out is lost; ``first`` are the first ones of each."""
+    processes = [process for process in run.processes if len(process.steps)]
+    ranks = sorted({process.rank for process in processes})
+    numbers = sorted({number for process in processes for number in process.steps.numbers})
+    together = max(1, -(-len(numbers) // MANY_STEPS))
+    place = {number: i // together for i, number in enumerate(numbers)}
+    first = numbers[::together]
+    many = len(ranks) > MANY_LINES
+    names = ["largest of all ranks"] if many else [f"rank {rank}" for rank in ranks]
+    of: dict[str, list[list[int | None]]] = {name: [[None] * len(first) for _ in names] for name in _OF_STEPS}
+    for process in processes:
+        own = 0 if many else ranks.index(process.rank)
+        for line in process.steps:
+            at = place[line.step]
+            for name, value in zip(_OF_STEPS, (line.duration_ns, line.unsharded_peak, line.past_backward_peak), strict=True):
+                before = of[name][own][at]
+                of[name][own][at] = value if before is None else max(before, value)
+    return {"first": first, "together": together, "names": names, **of}
 
 
 _UNIT_COLUMNS = (

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fsdptrace.analysis import load
 from fsdptrace.cli.app import app
-from fsdptrace.html import render, write
+from fsdptrace.html import render, tables, write
 from fsdptrace.html.choice import choose
 from fsdptrace.html.data import page_data
 from support.browser import Browser, Page
@@ -371,6 +371,34 @@ def test_device_times_that_no_recorder_writes_are_left_out(tmp_path: Path, wrong
     made.write(tmp_path)
     (process,) = page_data(load(tmp_path))["processes"]
     assert process["device"]["dur"] == [30]
+
+
+def test_a_chart_of_very_many_steps_keeps_what_stands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MANY_STEPS", 4)
+    for rank in range(2):
+        made = Made(rank, 2)
+        for step in range(10 - rank):
+            made.one_line_step(peak=9000 + rank if step == 4 else 1000 * rank + step)
+        made.end()
+        made.write(tmp_path)
+    lines = tables.step_lines(load(tmp_path))
+    # Ten steps in four points, of three steps each; rank 1 has no last step.
+    assert (lines["first"], lines["together"], lines["names"]) == ([0, 3, 6, 9], 3, ["rank 0", "rank 1"])
+    assert lines["unsharded_peak"] == [[2, 9000, 8, 9], [1002, 9001, 1008, None]]
+    # The first step's begin is not known where it is one line; each further one takes 18 events of 10 ns.
+    assert lines["duration_ns"] == [[180, 180, 180, 180], [180, 180, 180, None]]
+
+
+def test_a_chart_of_many_ranks_is_of_the_largest(tmp_path: Path) -> None:
+    for rank in range(9):
+        made = Made(rank, 9)
+        for step in range(2):
+            made.one_line_step(peak=100 * step + rank, past=rank)
+        made.end()
+        made.write(tmp_path)
+    lines = tables.step_lines(load(tmp_path))
+    assert (lines["first"], lines["together"], lines["names"]) == ([0, 1], 1, ["largest of all ranks"])
+    assert lines["unsharded_peak"] == [[8, 108]]
 
 
 def test_a_step_that_never_ended_comes_before_the_healthy_ones(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 "use strict";
 // Charts by uPlot: the curve of gathered bytes of one rank, and bytes and times per step.
-const MANY_SERIES = 8, MANY_STEPS = 4000, PALETTE = ["#4c8df0", "#e0803a", "#3aa676", "#c75bb5", "#b5a22a", "#5bb7c7", "#d0605e", "#8f7be0"];
+const PALETTE = ["#4c8df0", "#e0803a", "#3aa676", "#c75bb5", "#b5a22a", "#5bb7c7", "#d0605e", "#8f7be0"];
 
 function axes(x, y) {
   const look = { stroke: css("--muted"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 } };
@@ -64,37 +64,17 @@ class Curve {
   }
 }
 
-// One line per rank (the first few), or the largest of all ranks where there are many.
-function stepSeries(steps, name) {
-  const ranks = [...new Set(steps.rank)].sort((a, b) => a - b), numbers = [...new Set(steps.step)].sort((a, b) => a - b);
-  const thinned = numbers.length > MANY_STEPS ? numbers.filter((_, i) => i % Math.ceil(numbers.length / MANY_STEPS) === 0) : numbers;
-  const column = new Map(thinned.map((step, i) => [step, i]));
-  const many = ranks.length > MANY_SERIES;
-  const shown = many ? ["largest of all ranks"] : ranks.map((rank) => `rank ${rank}`);
-  const data = shown.map(() => new Array(thinned.length).fill(null));
-  steps.step.forEach((step, i) => {
-    const at = column.get(step);
-    if (at === undefined) return;
-    const line = data[many ? 0 : ranks.indexOf(steps.rank[i])];
-    line[at] = Math.max(line[at] ?? 0, steps[name][i]);
-  });
-  return { numbers: thinned, shown, data };
-}
-
+// One chart over steps; `names` are columns of them, each with a line per rank, or one of the largest of all ranks.
 function stepChart(host, title, steps, names, show, bytes) {
   const series = [], data = [];
-  let numbers = [];
-  names.forEach(({ name, label, dash }) => {
-    const found = stepSeries(steps, name);
-    numbers = found.numbers;
-    found.data.forEach((line, i) => {
-      data.push(line);
-      series.push({
-        label: [label, found.shown[i]].filter(Boolean).join(", "), stroke: PALETTE[i % PALETTE.length], dash, width: 1.5, spanGaps: true,
-        points: { show: numbers.length < 60, size: 5 }, value: (_, value) => (value == null ? "–" : show(value)),
-      });
+  names.forEach(({ name, label, dash }) => steps[name].forEach((line, i) => {
+    data.push(line);
+    series.push({
+      label: [label, steps.names[i]].filter(Boolean).join(", "), stroke: PALETTE[i % PALETTE.length], dash, width: 1.5, spanGaps: true,
+      points: { show: steps.first.length < 60, size: 5 }, value: (_, value) => (value == null ? "–" : show(value)),
     });
-  });
+  }));
   const x = (value) => (Number.isInteger(value) ? String(value) : "");
-  return chart(host, title, series, [numbers, ...data], { x, y: show, height: 220, bytes });
+  const all = steps.together > 1 ? `${title}; each point the largest of ${steps.together} steps` : title;
+  return chart(host, all, series, [steps.first, ...data], { x, y: show, height: 220, bytes });
 }

@@ -11,7 +11,7 @@ function head() {
   const run = DATA.run;
   $("label").textContent = run.label;
   const parts = [
-    `${run.ranks} of ${run.world_size} rank${run.world_size === 1 ? "" : "s"}`, `${run.steps.toLocaleString("en")} steps`,
+    `${run.ranks} of ${run.world_size} rank${run.world_size === 1 ? "" : "s"}`, `${run.steps.toLocaleString("en")} step${run.steps === 1 ? "" : "s"}`,
     `${run.events.toLocaleString("en")} events`, `torch ${run.torch}`, run.folder,
   ];
   $("about").textContent = parts.join(" · ");

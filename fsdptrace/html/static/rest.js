@@ -14,7 +14,7 @@ function startCurve() {
 function drawCharts() {
   if (curve) { curve.show(); curve.range(timeline.t0, timeline.t1); }
   const steps = DATA.steps;
-  if (new Set(steps.step).size > 1) {
+  if (steps.first.length > 1) {
     stepChart($("step-bytes"), "Peak of gathered bytes, and past their backward (dashed)", steps,
       [{ name: "unsharded_peak", label: "" }, { name: "past_backward_peak", label: "past backward", dash: [4, 4] }], showBytes, true);
     stepChart($("step-times"), "Time of a step", steps, [{ name: "duration_ns", label: "" }], showTime, false);
