@@ -243,6 +243,7 @@ class LineReader:
             running = self.running[model] = RunningStep(int(step))
         elif step != running.step:
             if running.sent is not None and step <= running.sent:
+                self.trace.apart = True
                 self._out_of_order = self._out_of_order or f"step {step} comes again after step {running.sent}"
             if running.records or running.violations:  # its line was lost
                 self._flush(model, None)
@@ -286,7 +287,7 @@ class LineReader:
         started = running.last_end or (running.records[ev.T0] if running.records else 0)
         line = StepLine(
             model=number, step=running.step, full=full, seq=record[ev.SEQ], t=record[ev.T1],
-            duration_ns=record[ev.T1] - started if started else 0,
+            duration_ns=max(0, record[ev.T1] - started) if started else 0,
             events=sum(counts.values()) + 1 if counts is not None else len(running.records) // ev.WIDTH + 1,
             gathers=(counts or {}).get("unshard", 0), violations=max(running.violations, (counts or {}).get("violation", 0)),
             dropped=dropped, unsharded_bytes=record[ev.A], unsharded_peak=record[ev.A + 1],
@@ -322,7 +323,7 @@ class LineReader:
         full = line is not None and line.full
         part = StepPart(
             self.trace.models[model], running.step, records, self._texts, line, full,
-            full or (at_end and not running.damaged), contiguous,
+            full or (at_end and not running.damaged and not self.trace.apart), contiguous,
         )  # fmt: skip
         running.damaged = False
         running.sent = running.step
@@ -375,6 +376,8 @@ class LineReader:
                 self.trace.running_events[model] = len(running.records) // ev.WIDTH
                 self._flush(model, None, at_end=True)
         scan.lent.put(self.trace.models, self._forms)
+        if self.trace.apart:  # the lines that say where it stood are in no order either
+            self.trace.entered = self.trace.last_entered = None
         if self._out_of_order:
             said = f"its lines are not in the order in which they were written ({self._out_of_order}), as sorting or joining"
             said += " by another tool leaves them; steps that are torn apart are not in the tables"

@@ -152,6 +152,8 @@ def _read(source: Source, advance: workers.Advance) -> _Read:
         issued(part)
 
     process = read_process(source, sink, advance)
+    if process.apart:
+        ending = _Ending()
     issued.inside(process)
     roots = {number: model.root for number, model in process.models.items()}
     found.add(process.violations, process.rank, roots, str(source.path))

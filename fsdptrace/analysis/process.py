@@ -56,6 +56,8 @@ class ProcessTrace:
         last_event: when the newest event ended; ``last_entered`` the newest line of a collective that was entered, left or not.
         stands: what the newest heartbeat or signal says of where the process stands; ``signal`` the line of the signal that
             ended it.
+        apart: events of a step came after others of a later one, as no recorder writes them: what it held and did last is
+            not known.
         coverage: what it found out that it cannot show, beside what the header says.
     """
 
@@ -82,6 +84,7 @@ class ProcessTrace:
     stands: dict[str, Any] = field(default_factory=dict)
     signal: dict[str, Any] | None = None
     damaged: int = 0
+    apart: bool = False
     problems: list[Problem] = field(default_factory=list)
 
     @property

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdptrace
 from fsdptrace import events as ev
-from fsdptrace.analysis import ProcessTrace, StepPart, find_runs, load, read_process, scan, workers
+from fsdptrace.analysis import ProcessTrace, StepPart, check, find_runs, load, read_process, scan, workers
+from fsdptrace.analysis.postmortem import postmortem
 from fsdptrace.summary import rows_of
 from support.made import Made, run
 
@@ -182,6 +183,29 @@ def test_steps_out_of_order(tmp_path: Path) -> None:
     assert "step 0 comes again after step 1" in report.problems[0].message
     assert report.models[0].rows[0].steps == 3  # each is whole
     assert report.processes[0].events == 54
+
+
+def test_nothing_is_concluded_from_an_order_that_nobody_wrote(tmp_path: Path) -> None:
+    """All lines of one rank shuffled: no false alarm about ranks that part ways, no step that took less than nothing."""
+    run(tmp_path, ranks=1, steps=3, world=2, versions={"torch": "2.13.0"})
+    made = Made(1, 2)
+    for _ in range(3):
+        made.step()
+        made.line({"kind": "entered", "what": "unshard", "model": 0, "group": 0, "t": made.tick * made.seq + 1})
+    made.end()
+    rest = made.lines[2:]
+    random.Random(3).shuffle(rest)
+    made.lines[2:] = rest
+    made.write(tmp_path)
+    for path in (tmp_path / "run").iterdir():  # of one process group, so that their collectives are compared
+        path.write_text(path.read_text().replace('"sharded_bytes"', '"shard_group": "0:0,1", "sharded_bytes"'))
+    loaded = load(tmp_path)
+    assert [problem.path.name for problem in loaded.problems] == ["rank00001.node-101.jsonl"]
+    assert min(line.duration_ns for _, line in loaded.step_lines()) >= 0
+    judged = check(tmp_path, select=["all"])
+    assert [finding.rule for finding in judged.findings] == []
+    dead = postmortem(tmp_path)
+    assert (dead.differences, dead.holding) == ([], [])
 
 
 CLOCK = {"clock": {"perf_counter_ns": 77, "unix_ns": 1_000}}
