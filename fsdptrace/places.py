@@ -63,7 +63,7 @@ def place_of(
         which = str(collective.get("which") or "")
         return (f"{text} with gradients of {which_names(which, params)}" if which else text), True
     if at is None:
-        return "before its first event", False
+        return "before the first event of the step", False
     kind = str(at.get("kind"))
     if kind in _AFTER:
         return f"{_AFTER[kind]} {_group(at, maps)[0]}", False

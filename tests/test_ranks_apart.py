@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,34 @@ def exception(model: Any, rank: int) -> None:
             handle.remove()
 
 
+def more_micro_batches(model: Any, rank: int) -> None:
+    count = 2 if rank == 1 else 1
+    for number in range(count):
+        model.set_requires_gradient_sync(number == count - 1)
+        sum(part.sum() for part in model(torch.randn(2, DIM))).backward()
+
+
+def exception_caught(model: Any, rank: int) -> None:
+    if rank == 1:  # a bad batch, which the loop skips
+        handle = model.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            model(torch.randn(2, DIM))
+        handle.remove()
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+    for _ in range(2):
+        sum(part.sum() for part in model(torch.randn(2, DIM))).backward()
+
+
 def some_skew(model: Any, rank: int) -> None:
     for step in range(3):
         time.sleep(0.5 * (rank == step % 2))
         sum(part.sum() for part in model(torch.randn(2, DIM))).backward()
 
 
-CASES = (skipped_tower, another_pass, branch_of_the_loss, asleep, exception, some_skew)
+CASES = (
+    skipped_tower, another_pass, branch_of_the_loss, asleep, exception, more_micro_batches, exception_caught, some_skew,
+)  # fmt: skip
 
 
 def part_ways(rank: int, out: str) -> dict[str, Any]:
@@ -110,6 +132,19 @@ def part_ways(rank: int, out: str) -> dict[str, Any]:
     return found
 
 
+def ten_seconds_of_skew(rank: int, out: str) -> list[str]:
+    """All defaults; rank 1 sleeps in the second of three steps."""
+    model = Towers(init_device_mesh("cpu", (2,)))
+    with fsdptrace.record(model, out=out, run_id="skew", on_violation="record") as rec:
+        for step in range(3):
+            time.sleep(10 * (rank == step == 1))
+            sum(part.sum() for part in model(torch.randn(2, DIM))).backward()
+            rec.step()
+        time.sleep(0.5)  # for a last look
+    rec.close()
+    return [violation.message for violation in rec.violations]
+
+
 def meet(rank: int, number: int) -> None:
     """Both ranks are here: through the store, which stays the program's own."""
     store = default_store()
@@ -118,7 +153,10 @@ def meet(rank: int, number: int) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks(part_ways, 2, str(tmp_path), timeout=100)
+    with ThreadPoolExecutor(1) as pool:  # they sleep most of the time
+        skew = pool.submit(run_ranks, ten_seconds_of_skew, 2, str(tmp_path / "skew"), timeout=100)
+        first, second = run_ranks(part_ways, 2, str(tmp_path / "apart"), timeout=100)
+        assert skew.result() == [[], []]
 
     def said(case: str, rule: str, ranks: Any = (first, second)) -> list[list[tuple[str, int]]]:
         return [[(fqn, step) for name, _, fqn, step, _ in found[case] if name == rule] for found in ranks]
@@ -133,6 +171,16 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert "rank 1 issued the all-gather of visual" in first["another_pass"][0][4]
     # Without aux in the loss, rank 1's backward begins with layers.1.
     assert said("branch_of_the_loss", "rank-order") == [[("aux", 1)], [("layers.1", 1)]]
+    # Rank 1 holds the gradients of its first micro-batch back, and goes on: layers.1 was gathered ahead, next is layers.0.
+    assert said("more_micro_batches", "rank-order") == [[("aux", 1)], [("layers.0", 1)]]
+    assert first["more_micro_batches"][0][4].startswith(
+        "rank 0 issued the reduce-scatter of aux where rank 1 issued the all-gather"
+    )
+    # It gives its batch up where rank 0 goes on to aux, and begins another one.
+    assert said("exception_caught", "rank-order") == [[("aux", 1)], [("visual", 1)]]
+    assert first["exception_caught"][0][4].startswith(
+        "rank 0 issued the all-gather of aux where rank 1 issued the all-gather of vis"
+    )
     # Nobody left the order: one is late, or does not come.
     for case, where in (("asleep", "test_ranks_apart.py"), ("exception", "after ZeroDivisionError")):
         assert said(case, "rank-order") == [[], []]
@@ -144,11 +192,11 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["some_skew"] == second["some_skew"] == []
 
     # The same from the files.
-    dead = postmortem(tmp_path)
+    dead = postmortem(tmp_path / "apart")
     assert [standing.end for standing in dead.ranks] == ["ended in order", "ended in order"]
     names = {(a["item"][2], b["item"][2]) for a, b in (entry["sides"] for entry in dead.to_json()["parted"])}
     assert names == {("visual", "layers.0"), ("aux", "visual"), ("aux", "layers.1")}
-    result = check(tmp_path)
+    result = check(tmp_path / "apart")
     assert {finding.rule for finding in result.findings if finding.severity == "error"} >= {"rank-order", "rank-stall"}
 
 
