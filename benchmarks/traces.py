@@ -81,10 +81,10 @@ def header(rank: int, world: int) -> str:
     }) + "\n"  # fmt: skip
 
 
-def make(folder: Path, events: int, ranks: int = WORLD) -> int:
+def make(folder: Path, events: int, ranks: int = WORLD, blocks: int = BLOCKS) -> int:
     """Writes a run of ``ranks`` files with ``events`` events in all, or a few fewer; how many there are."""
-    steps = max(1, events // ranks // (EVENTS_PER_STEP))
-    model = model_map(world=ranks)
+    steps = max(1, events // ranks // (EVENTS_PER_BLOCK * blocks))
+    model = model_map(blocks, world=ranks)
     texts = ev.Texts()
     (folder / "bench").mkdir(parents=True, exist_ok=True)
     formatter = LineFormatter(texts, {0: model})
@@ -94,7 +94,7 @@ def make(folder: Path, events: int, ranks: int = WORLD) -> int:
             out.write(header(rank, ranks) + json.dumps(model.to_json(), separators=(",", ":")) + "\n")
             seq, now = 0, 1_000_000 + 137 * rank
             for step in range(steps):
-                flat = [value for record in step_records(BLOCKS, BYTES, ranks, seq, now) for value in record]
+                flat = [value for record in step_records(blocks, BYTES, ranks, seq, now) for value in record]
                 count = len(flat) // ev.WIDTH
                 out.write(formatter.lines(flat, 0, len(flat) - ev.WIDTH, step) + step_line(formatter, flat, step, 0))
                 seq += count

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdptrace.files import NotATrace
-from fsdptrace_exporters.following import Export, here, make_sinks, sources_of
+from fsdptrace_exporters.following import Export, make_sinks, sources_of
 from fsdptrace_exporters.sinks import Settings, Unusable
+from fsdptrace_exporters.worker import here
 
 PREFIX = "fsdptrace export: "  # fsdptrace.exporting looks for it
 
@@ -93,6 +95,16 @@ def _result(exporting: Export, folder: Path, to: Sequence[str], follow: bool) ->
     return 2 if failed or (left and not follow) else 0
 
 
+def _many_files() -> None:
+    """As many open files as we may have: a folder can hold those of hundreds of processes, each read by several sinks."""
+    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):
+        pass
+
+
 def _free() -> None:
     """A spawned exporter inherits what the trainer was pinned to, and would compete with it there."""
     try:
@@ -119,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--spawned", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)  # kept open until this process ends
     given = vars(parser.parse_args(arguments))
+    _many_files()
     given.pop("lock")
     if given["spawned"]:
         _free()

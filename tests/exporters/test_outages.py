@@ -43,7 +43,7 @@ class Growing:
 
 
 def _here() -> str:
-    from fsdptrace_exporters.following import here
+    from fsdptrace_exporters.worker import here
 
     return here()
 

@@ -16,12 +16,15 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
 )
 
-from fsdptrace.analysis.follow import FollowedStep, Follower
+from fsdptrace.analysis.follow import FollowedStep, Follower, Position
 from fsdptrace_exporters import identity
 from fsdptrace_exporters.metrics import ProcessMetrics, instrument, scope, views
 from fsdptrace_exporters.otlp import build
 from fsdptrace_exporters.otlp.delivery import Delivery, NotDelivered
 from fsdptrace_exporters.sinks import Settings
+
+POINTS = 4000  # data points of a request at most, about 1 MB (but those of one process go together)
+DELAY = 1.0  # seconds that a snapshot waits for those of other processes
 
 
 @dataclass(slots=True)
@@ -35,7 +38,8 @@ class _Metered:
     histograms_begun: int
     last: int
     next: int
-    fresh: bool = False
+    taken: tuple[Position, dict[str, Any]] | None = None  # up to where the last snapshot goes, and the numbers as of then
+    sent: tuple[Position | None, dict[str, Any]] = (None, {})  # the same of the last one that was delivered
 
 
 class MetricSink:
@@ -66,6 +70,8 @@ class MetricSink:
         self._settings = settings
         self._processes: dict[Any, _Metered] = {}
         self._waiting: list[ResourceMetrics] = []
+        self._points = 0
+        self._since = 0.0
         self.beside: list[Any] = []  # the sinks whose dropped items are counted too
 
     def begin(self, process: Follower, state: Mapping[str, Any]) -> None:
@@ -85,12 +91,13 @@ class MetricSink:
                 reader.get_metrics_data()  # what was sent before is no difference
             except (KeyError, TypeError, ValueError):
                 pass
-        self._processes[process.path] = _Metered(numbers, reader, provider, begun, histograms, last, last + self._interval)
+        metered = _Metered(numbers, reader, provider, begun, histograms, last, last + self._interval, sent=(None, dict(state)))
+        self._processes[process.path] = metered
 
     def step(self, process: Follower, step: FollowedStep) -> None:
         metered = self._processes[process.path]
+        metered.numbers.device()
         metered.numbers.step(step)
-        metered.fresh = True
         if step.part.line is not None:
             at = identity.unix_ns(process.header, step.part.line.t)
             if at >= metered.next:
@@ -98,9 +105,10 @@ class MetricSink:
 
     def round(self, process: Follower, caught_up: bool) -> None:
         metered = self._processes.get(process.path)
-        if metered is not None and metered.numbers.device():
-            metered.fresh = True
-        if metered is not None and caught_up and self._settings.live and not process.ended:
+        if metered is None:
+            return
+        metered.numbers.device()
+        if caught_up and self._settings.live and not process.ended:
             now = time.time_ns()
             if now >= metered.next:
                 self._snapshot(process, metered, now)
@@ -121,25 +129,48 @@ class MetricSink:
         data = metered.reader.get_metrics_data()
         if data is not None:
             for resource in data.resource_metrics:
-                self._waiting.append(_stamped(resource, at, metered))
-        metered.last, metered.next, metered.fresh = at, at + self._interval, False
+                self._add(_stamped(resource, at, metered))
+        metered.last, metered.next = at, at + self._interval
+        metered.taken = process.position, {**metered.numbers.state(), "at": at}
+
+    def _add(self, resource: ResourceMetrics) -> None:
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.append(resource)
+        self._points += _points(resource)
 
     def flush(self, due: bool) -> bool:
-        if self._waiting:
-            try:
-                self._delivery.send([MetricsData(list(self._waiting))])
-            except NotDelivered:
-                return False
-            self._waiting.clear()
-        # Only a position at a snapshot is worth keeping: differences since then are not sent yet.
-        return not any(metered.fresh for metered in self._processes.values())
+        if self._waiting and (due or self._points >= POINTS or time.monotonic() - self._since >= DELAY):
+            while self._waiting:
+                batch, size = 0, 0
+                while batch < len(self._waiting) and (not batch or size + _points(self._waiting[batch]) <= POINTS):
+                    size += _points(self._waiting[batch])
+                    batch += 1
+                try:
+                    self._delivery.send([MetricsData(self._waiting[:batch])])
+                except NotDelivered:
+                    return False
+                del self._waiting[:batch]
+                self._points -= size
+            for metered in self._processes.values():
+                metered.sent = metered.taken or metered.sent
+        return not self._waiting
+
+    def reached(self, process: Follower) -> Position | None:
+        """Up to its last snapshot that was delivered: what happened since is in no request yet."""
+        metered = self._processes.get(process.path)
+        return process.position if metered is None else metered.sent[0]
 
     def state(self, process: Follower) -> dict[str, Any]:
         metered = self._processes.get(process.path)
-        return {} if metered is None else {**metered.numbers.state(), "at": metered.last}
+        return {} if metered is None else metered.sent[1]
 
     def close(self) -> None:
         pass
+
+
+def _points(resource: ResourceMetrics) -> int:
+    return sum(len(metric.data.data_points) for scope in resource.scope_metrics for metric in scope.metrics)
 
 
 def _stamped(resource: ResourceMetrics, at: int, metered: _Metered) -> ResourceMetrics:

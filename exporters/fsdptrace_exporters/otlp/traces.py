@@ -62,7 +62,9 @@ class TraceSink:
 
     def _let_go(self, process: Follower, ended: bool) -> None:
         """Makes spans of the steps that wait for nothing more."""
-        held = self._held[process.path]
+        held = self._held.get(process.path)
+        if held is None:  # it is over, and what it left waits for the back end
+            return
         for known in process.take_device():
             held.times(known)
         for step, times in held.ready(all_of_them=ended):
