@@ -58,11 +58,17 @@ class Between:
     def __init__(self, context: Context, groups: list[Any]) -> None:
         self._context = context
         self._groups = groups
+        self._sharded = type(groups[0].group._sharded_state).SHARDED if groups else None
         self.left: list[GroupBase] = []
 
     def leave(self, training: bool) -> None:
         """A pass ends; in ``training``, a forward with grad or a backward."""
-        held = [hooks for hooks in self._groups if is_held(hooks.group)]
+        sharded = self._sharded
+        held = [
+            hooks  # as is_held() has it, without the call: all groups are looked at twice a step
+            for hooks in self._groups
+            if (group := hooks.group)._sharded_state is not sharded or group._all_gather_result is not None
+        ]
         if training and len(held) > MOST:
             held = []
         earlier, self.left = self.left, held

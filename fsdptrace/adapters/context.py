@@ -245,7 +245,6 @@ class Context:
         shared[BACKWARD_SEQ] = shared[TOP] = next(self.ids)
         shared[PARENT] = 0
         self.enter_pass(ev.PASS_BACKWARD)
-        self.watch_parts(False)
         shared[RECOMPUTE_DEPTH] = 0
         shared[BUSY] = 1
         self.backward_finished = False

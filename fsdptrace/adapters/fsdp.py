@@ -135,6 +135,8 @@ class InstalledModel:
     def part_failed(self, part: nn.Module, error: BaseException) -> None:
         """``error``, which says that parameters are not gathered, leaves a part of a unit outside forwards and backwards."""
         c = self.context
+        if c.shared[BACKWARD_SEQ]:  # the hooks stay on in a backward that runs no forward
+            return
         try:
             unit = next(unit for unit in reversed(self.units) if any(part is m for own in unit.modules for m in own.modules()))
             c.note_exception(error, unit.info.groups[0] if unit.info.groups else ev.NONE, unit.info.id)
@@ -175,6 +177,7 @@ class InstalledModel:
                 if graph_task_id() != -1:
                     if not shared[BACKWARD_SEQ]:
                         c.open_backward()
+                    c.watch_parts(False)
                     shared[RECOMPUTE_DEPTH] += 1
                     shared[CONTEXT] |= ev.PASS_RECOMPUTE
                     shared[REPAIR] = 1

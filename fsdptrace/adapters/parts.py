@@ -2,7 +2,8 @@
 
 FSDP2 gathers a unit in its forward. Work through another method reaches such a module past all of FSDP2's hooks, and when the
 program catches the error, nothing else of ours ever sees it. So each part has a forward hook that is called on exceptions; it
-is there only while no forward or backward of the model runs, so that training does not pay for it.
+is there only while no forward or recomputation of the model runs, so that training does not pay for it: PyTorch calls a module
+without hooks by a shorter way, and putting hooks on and off is what is left (so that a backward without forwards leaves them).
 """
 
 from __future__ import annotations

@@ -265,6 +265,7 @@ class Regions:
         again.open = len(self._open)
         shared[TOP] = again.seq
         if shared[BACKWARD_SEQ]:
+            c.watch_parts(False)
             shared[RECOMPUTE_DEPTH] += 1
             shared[CONTEXT] |= ev.PASS_RECOMPUTE
         again.pass_ = shared[CONTEXT] % 4
