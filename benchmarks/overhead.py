@@ -59,17 +59,18 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
 
 
 def interleaved(
-    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int, warm: bool = True
+    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int, warm: int = 12
 ) -> dict[str, tuple[float, float, float]]:
-    """CPU time of a step per variant, over ``rounds`` rounds in which the variants take turns for ``steps`` steps each (and one
-    to warm up). Returns per variant the ratio of medians and of lower quartiles against the first one, and the difference of
-    the lower quartiles in ns: on a shared machine the quieter half says more."""
+    """CPU time of a step per variant, over ``rounds`` rounds in which the variants take turns for ``steps`` steps each, after
+    ``warm`` steps (a recording writes its first ten with all their events). Returns per variant the ratio of medians and of
+    lower quartiles against the first one, and the difference of the lower quartiles in ns: on a shared machine the quieter half
+    says more."""
     times: dict[str, list[int]] = {name: [] for name in variants}
     for round_number in range(rounds):
         names = list(variants)
         for name in names if round_number % 2 else reversed(names):
             with variants[name]():
-                if warm:
+                for _ in range(warm):
                     step()
                 for _ in range(steps):
                     times[name].append(_cpu(step))
@@ -235,7 +236,7 @@ def bench_step(
     if peers:
         # CommDebugMode and FSDPMemTracker do not survive a second step (torch 2.13): a fresh one for each, as for the others.
         others = {"untraced": nullcontext, **_peers(model, optimizer)}
-        for name, (median, low, _) in interleaved(step, others, rounds, 1, warm=False).items():
+        for name, (median, low, _) in interleaved(step, others, rounds, 1, warm=0).items():
             if name != "untraced":
                 bench.add(f"{title}: {name}", f"{median:.2f}; {low:.2f}")
 

@@ -71,7 +71,7 @@ def main() -> None:
                 "untraced": nullcontext,
                 "checkpoint(debug=True)": lambda: pytorch.set_checkpoint_debug_enabled(True),
             }
-            results["checkpoint(debug=True)"] = interleaved(step, debug, 2, 1, warm=False)["checkpoint(debug=True)"]
+            results["checkpoint(debug=True)"] = interleaved(step, debug, 2, 1, warm=0)["checkpoint(debug=True)"]
             print(f"{args.blocks} checkpointed blocks ({kind.__name__}), fake group of 8, torch {torch.__version__}")
             for name, (median, quartile, _) in results.items():
                 print(f"  {name:<28} {median:6.3f}  {quartile:6.3f}", flush=True)
