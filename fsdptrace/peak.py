@@ -2,7 +2,7 @@
 
 Plays one forward and one backward of FSDP2 over the units in the order of ``named_modules``: a unit is gathered when its
 forward begins, its inner units run inside it, and it is freed at its end as its policy says. In the backward each unit
-prefetches the one whose forward ended before its own (the order list of _fsdp_param_group.py, ``_backward_prefetch``), so that
+prefetches the one whose forward ended before its own (implicit backward prefetch, from FSDP2's order of post-forwards), so that
 two are in flight, and is freed by its post-backward; a root that the default policy keeps open stays until the end.
 What it does not know: another order of execution, explicit prefetch lists, units that run twice or not at all, activation
 checkpointing of older releases (``gather-after-backward``). The copies that a smaller mesh holds are counted apart.

@@ -11,9 +11,10 @@ import torch.nn as nn
 from fsdptrace import events as ev
 from fsdptrace import notes
 from fsdptrace.adapters import compat
+from fsdptrace.adapters.accelerator import api_for
 from fsdptrace.adapters.context import BUSY, CONTEXT, ENTERED, STEPPED, WHICH, Context, clock
 from fsdptrace.adapters.describe import Described, describe
-from fsdptrace.adapters.device import Timing, api_for
+from fsdptrace.adapters.device import Timing
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.regions import Regions
 from fsdptrace.adapters.store import issued

@@ -33,8 +33,6 @@ from fsdptrace.adapters.look import (
 )  # fmt: skip
 
 BACKWARD_FLAGS = 23  # all but reshard_after_forward
-
-
 ANNOUNCED = 2  # sets of parameters with gradients per group that are put on disk before their reduction
 
 

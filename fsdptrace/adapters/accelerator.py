@@ -1,0 +1,139 @@
+"""What timing and memory need of a device, and the kinds there are: CUDA, others by ``torch.accelerator``, the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+clock = time.perf_counter_ns
+
+
+class Api(Protocol):
+    """What timing needs of a kind of accelerator."""
+
+    def current(self) -> Any:
+        """The current stream."""
+        ...
+
+    def idle(self) -> Any:
+        """A stream on which nothing else runs."""
+        ...
+
+    def event(self) -> Any:
+        """A new timing event, with ``record(stream)`` and ``query()``."""
+        ...
+
+    def elapsed(self, begin: Any, end: Any) -> int:
+        """ns from ``begin`` to ``end``, both completed."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph, where no timing event may be recorded."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that the allocator has given out, and bytes that it holds."""
+        ...
+
+
+class _Accelerator:
+    """``torch.accelerator`` and ``torch.Event`` (torch 2.6 and newer): the same for every accelerator with timing events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kind = device.type
+
+    def current(self) -> Any:
+        return torch.accelerator.current_stream()
+
+    def idle(self) -> Any:
+        return torch.Stream(device=self._device)
+
+    def event(self) -> Any:
+        return torch.Event(self._kind, enable_timing=True)
+
+    def elapsed(self, begin: Any, end: Any) -> int:
+        return int(begin.elapsed_time(end) * 1e6)
+
+    def capturing(self) -> bool:
+        return False
+
+    def memory(self) -> tuple[int, int]:
+        module = getattr(torch, self._kind)
+        return int(module.memory_allocated()), int(module.memory_reserved())
+
+
+class _Cuda(_Accelerator):
+    """The same with CUDA's shorter ways: the current stream in 0.2 us instead of 0.9 to 4, memory in 10 us instead of 78."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        index: int | None = device.index
+        self._index = torch.cuda.current_device() if index is None else index
+        self._streams: dict[int, Any] = {}
+        self._get = torch._C._cuda_getCurrentStream
+
+    def current(self) -> Any:
+        number, index, kind = self._get(self._index)
+        stream = self._streams.get(number)
+        if stream is None:
+            make: Any = torch.cuda.Stream
+            stream = self._streams[number] = make(stream_id=number, device_index=index, device_type=kind)
+        return stream
+
+    def idle(self) -> Any:
+        # Streams come from pools in turn, a pool per priority: from this one nobody takes any, so that no other stream
+        # changes because of ours. (c10/cuda/CUDAStream.cpp)
+        make: Any = torch.cuda.Stream
+        return make(device=self._index, priority=-3)
+
+    def capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def memory(self) -> tuple[int, int]:
+        stats = torch._C._cuda_memoryStats(self._index)
+        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
+
+
+class _HostEvent:
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def record(self, stream: Any) -> None:
+        self.at = clock()
+
+    def query(self) -> bool:
+        return True
+
+
+class Host:
+    """The CPU: work runs when it is called, and the host's clock is the device's."""
+
+    def current(self) -> Any:
+        return None
+
+    def idle(self) -> Any:
+        return None
+
+    def event(self) -> Any:
+        return _HostEvent()
+
+    def elapsed(self, begin: Any, end: Any) -> int:
+        return int(end.at - begin.at)
+
+    def capturing(self) -> bool:
+        return False
+
+    def memory(self) -> tuple[int, int]:
+        return 0, 0
+
+
+def api_for(device: torch.device) -> Api:
+    """The :class:`Api` of ``device``."""
+    if device.type == "cuda":
+        return _Cuda(device)
+    return Host() if device.type == "cpu" else _Accelerator(device)
