@@ -198,7 +198,7 @@ _JUDGED = """\
 Counted on 2026-12-01, torch 2.13. 23 programs after public bug reports, on two to four gloo ranks under `fsdptrace run`:
 none of the faults is missed by its rule; that of ranks whose reductions differ in size is named by `check` and `postmortem`
 and not while training, since gloo aborts the process in its first collective. `tests/gallery` has further ways to break
-each rule and 162 legal programs (accumulation, several forwards, several models, frozen parts, eval between steps, chunked
+each rule and 163 legal programs (accumulation, several forwards, several models, frozen parts, eval between steps, chunked
 losses, HSDP, prefetch lists, checkpoints, a trainer by reinforcement and so on), run as one recording and step by step: no
 miss and no false alarm is known in them. Found and mended while looking for some: `repeated-gather` on torchtitan's chunked
 loss ([tried.md](tried.md) has what other people's programs ran), `illegal-state` on a registered `generate` that calls the

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdptrace.adapters.context import Context, graph_task_id
+from fsdptrace.adapters.context import DEPTH, Context, graph_task_id
+from fsdptrace.adapters.frames import is_running
 
 _NAME = "_engine_run_backward"
 
@@ -49,6 +50,9 @@ class EngineSeam:
         def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
             if graph_task_id() != -1:  # a backward inside a backward, as reentrant checkpointing runs them
                 return original(*args, **kwargs)
+            for context in list(self._contexts):
+                if context.shared[DEPTH]:
+                    _forward_left(context)
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
@@ -60,6 +64,18 @@ class EngineSeam:
             return result
 
         return _engine_run_backward
+
+
+def _forward_left(context: Context) -> None:
+    """A backward begins, and a forward seems to be under way: around it, or one that a KeyboardInterrupt left, on which PyTorch
+    runs no hook (``nn.Module._call_impl`` catches ``Exception`` alone). The steps after it would never end."""
+    try:
+        if not is_running(context.units):
+            context.abandon_forward()
+    except Exception as fault:
+        if context.owner.stop_run(fault):
+            raise
+        context.owner.fault(fault)
 
 
 SEAM = EngineSeam()

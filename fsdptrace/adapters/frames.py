@@ -84,6 +84,17 @@ def frames_of(error: BaseException) -> Iterator[FrameType]:
         outer = outer.f_back
 
 
+def is_running(units: list[Unit]) -> bool:
+    """Whether a call of a module of ``units`` is under way on this thread."""
+    own = {id(module) for unit in units for module in unit.modules}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if id(frame.f_locals.get("self")) in own:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def module_of(frame: FrameType) -> nn.Module | None:
     """The module whose method ``frame`` runs, if it is one's."""
     own = frame.f_locals.get("self")

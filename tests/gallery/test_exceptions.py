@@ -221,6 +221,27 @@ def test_registered_methods(fake_pg: Any, watch: Any, again: bool) -> None:
     assert [v.rule for v in verdict(rec).violations] == (["unclean-start"] if again else [])
 
 
+@since(2, 13, "reset_iter_state is new in it")
+@pytest.mark.parametrize("unit", [0, 1])
+def test_steps_go_on_after_an_interrupt(fake_pg: Any, watch: Any, unit: int) -> None:
+    """No hook of a module runs on a KeyboardInterrupt, which a program may catch (a notebook does): in the second of four
+    batches."""
+    model = blocks(fake_pg(2))
+    optimizer = sgd(model)
+    with watch(model) as rec:
+        for number in range(4):
+            model[unit].fail = KeyboardInterrupt() if number == 1 else None
+            try:
+                model(data()).sum().backward()
+                optimizer.step()
+            except KeyboardInterrupt:
+                model.reset_iter_state()
+            optimizer.zero_grad()
+    kinds = [[event.kind for event in step.events] for step in rec.steps]
+    assert [(step.count("forward"), step.count("backward")) for step in kinds] == [(1, 1)] * 3
+    verdict(rec).silent()
+
+
 def test_early_stop_in_a_registered_method(fake_pg: Any, watch: Any) -> None:
     """PyTorch ends a recomputation by an exception, which is none of the program's."""
     model = Calls(lambda self, x: checkpoint(self.b.other, self.a(x), use_reentrant=False).relu(), a=linear(), b=Block())

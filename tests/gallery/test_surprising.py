@@ -105,13 +105,34 @@ def backward_hooks_of_modules(mesh: Any) -> Any:
 
 
 @legal()
-def gradient_inside_the_forward(mesh: Any) -> Any:
-    # A force field: the forward takes the gradient of an energy by its input, in evaluation; training is on the energy.
+def gradient_by_the_input_alone(mesh: Any) -> Any:
+    # A force field: in evaluation the gradient of an energy by its input, training is on the energy.
     model = blocks(mesh)
 
     def loss() -> None:
         x = data(grad=True)
         torch.autograd.grad(model(x).sum(), x)
+        model(data()).square().mean().backward()
+
+    return trained(model, loss)
+
+
+@legal()
+def gradient_inside_the_forward(mesh: Any) -> Any:
+    # The same, taken by a module around the energy, in its own forward.
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        energy = self.energy(x)
+        if self.training:
+            return energy
+        return torch.autograd.grad(energy.sum(), x)[0]
+
+    model = Calls(run, energy=shard(nn.Sequential(linear(), linear()), [], mesh))
+    shard(model, [], mesh)
+
+    def loss() -> None:
+        model.eval()
+        model(data(grad=True))
+        model.train()
         model(data()).square().mean().backward()
 
     return trained(model, loss)
