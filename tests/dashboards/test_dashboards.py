@@ -130,8 +130,12 @@ def test_promtool_accepts_and_tests_the_rules() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def train(rank: int, out: str, environment: dict[str, str], exporter: str, seconds: float) -> int:
-    """Steps with the leak of old releases, so that a rule is broken, for some seconds; the host's clock is the device's."""
+ENOUGH = "count(count_over_time(fsdp_step_device_duration_seconds_count[1m]) >= 3)"  # a rate needs two
+
+
+def train(rank: int, out: str, environment: dict[str, str], exporter: str, seconds: float, url: str = "") -> int:
+    """Steps with the leak of old releases, so that a rule is broken, for some seconds, or until the Prometheus at ``url`` has
+    scraped both ranks three times; the host's clock is the device's."""
     os.environ.update(environment)
     with legacy.old_bookkeeping():
         model = checkpointed_layers(init_device_mesh("cpu", (2,)), 3, use_reentrant=True)
@@ -148,7 +152,8 @@ def train(rank: int, out: str, environment: dict[str, str], exporter: str, secon
                 import torch
                 import torch.distributed as dist
 
-                go_on = torch.tensor(float(time.monotonic() < end))
+                enough = url and not rank and value(url, ENOUGH) == 2
+                go_on = torch.tensor(float(time.monotonic() < end and not enough))
                 dist.all_reduce(go_on, dist.ReduceOp.MIN)
                 if not go_on:
                     break
@@ -163,7 +168,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
     folder = tmp_path_factory.mktemp("prometheus")
     port, served = free_port(), free_port()
     config = {
-        "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"}, "rule_files": [str(RULES)],
+        "global": {"scrape_interval": "300ms", "evaluation_interval": "300ms"}, "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "fsdptrace", "static_configs": [{"targets": [f"127.0.0.1:{served}"]}]}],
     }  # fmt: skip
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -173,10 +178,10 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
     )  # fmt: skip
     try:
         server.ready(port)
+        url = f"http://127.0.0.1:{port}"
         environment = {"OTEL_EXPORTER_PROMETHEUS_PORT": str(served), "FSDPTRACE_METRIC_MODULES": "1"}
-        steps = run_ranks(train, 2, str(folder / "out"), environment, "prometheus", 5.0, timeout=120)
+        steps = run_ranks(train, 2, str(folder / "out"), environment, "prometheus", 60.0, url, timeout=120)
         try:
-            url = f"http://127.0.0.1:{port}"
             until(lambda: value(url, "min(fsdp_step)") == steps[0] - 1, "the last step is scraped")
             yield url, steps[0]
         finally:

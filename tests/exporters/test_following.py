@@ -15,6 +15,7 @@ import pytest
 
 from fsdptrace.analysis import find_runs
 from fsdptrace.analysis.follow import FollowedStep, Follower, Position
+from fsdptrace_exporters.__main__ import main
 from support.made import Made, model, run
 
 
@@ -328,10 +329,15 @@ def test_the_last_span_of_a_dead_trainer(tmp_path: Path, between: bool) -> None:
         ),
     ],
 )  # fmt: skip
-def test_bad_use_is_one_clear_line(arguments: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path) -> None:
+def test_bad_use_is_one_clear_line(
+    arguments: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     run(tmp_path / "out", ranks=1, steps=1)
-    words = export(tmp_path / "out", *arguments, code=2, **environment)
-    assert [says in line for line in words.splitlines()] == [True]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main([str(tmp_path / "out"), *arguments]) == 2
+    assert [says in line for line in capfd.readouterr().err.splitlines()] == [True]
 
 
 @needs_encoder

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dashboards.test_dashboards import ask, check_every_query, queries, train, value
+from exporters.test_many_ranks import RANKS, many
 from exporters.test_otlp import Lines, expected_units
 
 from support.ranks import run_ranks
@@ -48,6 +52,54 @@ def test_mlflow_gives_back_every_span(tmp_path: Path) -> None:
                 shown = Counter(event["attributes"]["fsdp.rule"] for event in rank["events"])
                 assert shown == Counter(line["rule"] for line in found)
                 assert sum(span["name"] == "fsdp.rank" for span in whole) == 2
+
+
+def test_mlflow_has_512_ranks_in_one_trace(tmp_path: Path) -> None:
+    """A folder of 512 ranks: each step is one trace, and by its id come back its root and a span of every rank."""
+    many(tmp_path / "out")
+    with mlflow(tmp_path) as (url, experiment):
+        environment = {
+            "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"{url}/v1/traces", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_EXPORTER_OTLP_HEADERS": f"x-mlflow-experiment-id={experiment}", "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_TIMEOUT": "120",
+        }  # fmt: skip
+        assert _export(tmp_path, environment) == f"note: {2 * RANKS} steps delivered\n"
+        traces = until(lambda: _stored(url, experiment), "traces are stored")
+    whole = [spans for spans in traces if any(span["name"] == "fsdp.step" for span in spans)]
+    assert len(traces) == 3  # two steps, and the units of rank 0 in one of them
+    assert len(whole) == 2
+    for spans in whole:
+        (root,) = [span for span in spans if span["name"] == "fsdp.step"]
+        ranks = [span for span in spans if span["name"] == "fsdp.rank"]
+        assert sorted(span["attributes"]["dl.rank"] for span in ranks) == list(range(RANKS))
+        assert {span["parent_span_id"] for span in ranks} == {root["span_id"]}
+
+
+def test_victoria_metrics_has_512_ranks(tmp_path: Path) -> None:
+    many(tmp_path / "out")
+    with victoria_metrics(tmp_path) as url:
+        environment = {
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{url}/opentelemetry/v1/metrics", "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf", "OTEL_LOGS_EXPORTER": "none",
+        }  # fmt: skip
+        assert _export(tmp_path, environment) == f"note: {2 * RANKS} steps delivered\n"
+        # The files are of 1970, where the clock's zero was put.
+        count = "count(count by (dl_rank) (last_over_time(fsdp_step[1h])))"
+        assert until(lambda: _at(url, count, 60), "every rank is there") == RANKS
+
+
+def _at(url: str, expr: str, seconds: int) -> float | None:
+    found = get(f"{url}/api/v1/query", query=expr, time=str(seconds))["data"]["result"]
+    return float(found[0]["value"][1]) if found else None
+
+
+def _export(folder: Path, environment: dict[str, str]) -> str:
+    """``fsdptrace export`` of a finished run; what it says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdptrace_exporters", str(folder / "out"), "--to", "otlp"],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return done.stderr
 
 
 def _is(span: dict[str, Any], name: str, rank: int, step: int) -> bool:

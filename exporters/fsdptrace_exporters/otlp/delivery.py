@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from fsdptrace_exporters.sinks import Settings, Unusable
 
-LONGEST_PAUSE = 8.0  # seconds between tries
+FIRST_PAUSE = 0.5  # seconds between tries, twice as long each time
+LONGEST_PAUSE = 8.0
 PATIENCE = 60.0  # seconds that a finished run waits for the back end
 TRIES = 3  # of a batch that is refused for what is in it
 
@@ -113,7 +114,7 @@ class Delivery:
         Raises:
             NotDelivered: :attr:`Settings.stop` was set meanwhile.
         """
-        tries, pause = 0, 0.5
+        tries, pause = 0, FIRST_PAUSE
         while not self.off:
             code = self._try(batch)
             if code is None:
