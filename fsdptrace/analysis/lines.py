@@ -280,6 +280,10 @@ class LineReader:
         counts = data.get("counts")
         counts = {str(kind): int(times) for kind, times in counts.items()} if isinstance(counts, dict) else None
         running = self._step_of(number, data["step"])
+        seqs = running.records[ev.SEQ :: ev.WIDTH]
+        if len(set(seqs)) < len(seqs):
+            running.records = order.once(running.records)
+            self._out_of_order = self._out_of_order or f"events of step {running.step} stand there twice"
         dropped = int(data.get("step_dropped", 0))
         full = not dropped and counts is not None and _all_there(running, counts)
         lost = (counts or {}).get("violation", 0) - running.violations
@@ -313,7 +317,7 @@ class LineReader:
         running.violations = 0
         if records:
             ends = records[ev.T1 :: ev.WIDTH]
-            if order.disturbed(ends):
+            if order.disturbed(records):
                 records = order.by_end(records)
                 self._out_of_order = self._out_of_order or f"step {running.step} was put in order by the ends of its calls"
             self.trace.last_seq = max(self.trace.last_seq, max(records[ev.SEQ :: ev.WIDTH]))

@@ -96,8 +96,10 @@ def test_a_sequence_that_ends_earlier(tmp_path: Path) -> None:
     _write(tmp_path / "a", [True])
     longer = Made(0, 2)
     _step(longer, True)
-    longer.lines.insert(-1, json.dumps({"seq": 99, "kind": "optimizer_step", "t0": 1, "t1": 2, "step": 0, "optimizer": "SGD 0",
-                                        "tensors": 1, "groups": 1, "temporary": 0, "foreign": 0}))  # fmt: skip
+    end = 10 * longer.seq  # of which the step's line is
+    step = {"seq": 99, "kind": "optimizer_step", "t0": end - 4, "t1": end - 3, "step": 0, "optimizer": "SGD 0"}
+    longer.line({**step, "tensors": 1, "groups": 1, "temporary": 0, "foreign": 0})
+    longer.lines[-2:] = longer.lines[:-3:-1]
     longer.end()
     longer.write(tmp_path / "b")
     (parting,) = diff(tmp_path / "a", tmp_path / "b").partings

@@ -158,7 +158,6 @@ def test_how_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_out_of_order(tmp_path: Path) -> None:
     """A step's lines shuffled by another tool: the ends of the calls put them back."""
     made = Made(0, 1)
-    made.tick = 30_000_000
     made.step()
     made.step()
     made.end()
@@ -171,6 +170,51 @@ def test_lines_out_of_order(tmp_path: Path) -> None:
         "its lines are not in the order in which they were written"
     ]
     assert report.models[0].to_json() == straight.to_json()
+
+
+def test_two_lines_that_changed_places(tmp_path: Path) -> None:
+    """The gather of layers.0 after its use and its free would be a use of parameters that are not there."""
+    made = Made(0, 1)
+    made.step()
+    made.end()
+    made.lines[2], made.lines[5] = made.lines[5], made.lines[2]
+    path = made.write(tmp_path)
+    assert check(path).findings == []
+    assert ["put in order" in problem.message for problem in load(path).problems] == [True]
+
+
+def test_what_a_recorder_writes_out_of_order_stays(tmp_path: Path) -> None:
+    """A flag that was seen in a call stands before the call, with a later time; two threads swap by microseconds."""
+    made = Made(0, 1)
+    made.event("flag", 0, name="reshard_after_backward", value=1)
+    made.event("post_forward", 0, **{"pass": "forward"})
+    made.event("post_forward", 1, thread=1, **{"pass": "forward"})
+    flag, call, other = (json.loads(line) for line in made.lines[-3:])
+    for event, begin, end in ((flag, 40, 41), (call, 20, 39), (other, 10, 38)):
+        made.lines[made.lines.index(json.dumps(event))] = json.dumps({**event, "t0": begin, "t1": end})
+    made.end_step()
+    made.end()
+    parts: list[StepPart] = []
+    (found,), _ = find_runs(made.write(tmp_path))
+    trace = read_process(found.sources[0], parts.append)
+    assert [record[ev.SEQ] for record in rows_of(parts[0].records)] == [1, 2, 3, 4]
+    assert trace.problems == []
+
+
+def test_lines_that_stand_there_twice_count_once(tmp_path: Path) -> None:
+    """As joining two copies leaves them. A second line does not stand for one that is missing."""
+    made = Made(0, 1)
+    made.step()
+    made.step()
+    made.end()
+    straight = load(made.write(tmp_path / "a")).models[0]
+    whole = list(made.lines)
+    made.lines[4:4] = made.lines[2:4]
+    twice = load(made.write(tmp_path / "b"))
+    assert twice.models[0].to_json() == straight.to_json()
+    assert ["events of step 0 stand there twice" in problem.message for problem in twice.problems] == [True]
+    made.lines = [*whole[:2], whole[7], *whole[3:]]  # the second gather instead of the first
+    assert [line.full for _, line in load(made.write(tmp_path / "c")).step_lines()] == [False, True]
 
 
 def test_steps_out_of_order(tmp_path: Path) -> None:
