@@ -41,7 +41,8 @@ def by_end(records: array[int]) -> array[int]:
         seen = row[ev.KIND] in _SEEN
         return min(row[ev.T1], ends.get(row[ev.PARENT], row[ev.T1])) if seen else row[ev.T1], not seen, row[ev.SEQ]
 
-    return array("q", chain.from_iterable(sorted(rows, key=place)))
+    rows.sort(key=place)
+    return array("q", chain.from_iterable(rows))
 
 
 def once(records: array[int]) -> array[int]:
