@@ -143,7 +143,10 @@ def test_the_panel_stays_below_what_training_prints(tmp_path: Path, terminal: Ca
     def as_it_should() -> bool:
         """The panel stands whole, and above it what training printed last, no line lost (the last one may be half there)."""
         panel, above = shown.lines[rows - LINES :], shown.lines[: rows - LINES]
-        numbers = [int(line.split()[1]) for line in [line for line in above if line][:-1]]
+        words = [line.split() for line in [line for line in above if line][:-1]]
+        if not all(len(line) > 1 and line[1].isdigit() for line in words):  # looked at while it was being drawn
+            return False
+        numbers = [int(line[1]) for line in words]
         return (
             panel[0].startswith("────")
             and "1 of 1 rank" in panel[1]
