@@ -26,7 +26,8 @@ def to_json(rule: type[Rule]) -> dict[str, Any]:
     """Plain data."""
     return {
         "name": rule.name, "severity": rule.severity, "opt_in": rule.opt_in, "summary": rule.summary,
-        "explanation": rule.explanation, "example": rule.example, "mend": rule.mend, "silent": rule.silent, "cost": rule.cost,
+        "explanation": rule.explanation, "example": rule.example, "mend": rule.mend, "silent": rule.silent,
+        "unseen": rule.unseen, "cost": rule.cost,
     }  # fmt: skip
 
 
@@ -61,6 +62,8 @@ def show_one(screen: Screen, rule: type[Rule]) -> None:
         screen.prose(text, 2)
     screen.title("an example that breaks it")
     screen.code(rule.example)
-    for title, text in (("what to change", rule.mend), ("stays silent on", rule.silent), ("cost", rule.cost)):
-        screen.title(title)
-        screen.prose(text, 2)
+    rest = (("what to change", rule.mend), ("stays silent on", rule.silent), ("does not see", rule.unseen), ("cost", rule.cost))
+    for title, text in rest:
+        if text:
+            screen.title(title)
+            screen.prose(text, 2)
