@@ -132,7 +132,7 @@ def tight_loop(with_checks: bool) -> dict[str, float]:
     rules = registry.select(None) if with_checks else ()
     engine = Engine(model_map, rules, lambda violation: None)
     ring = Ring()
-    owner = SimpleNamespace(before_collective=None, stop_run=lambda e: True, fault=lambda e: None)
+    owner = SimpleNamespace(before_collective=None, announce=lambda m: None, stop_run=lambda e: True, fault=lambda e: None)
     if not with_checks:
         engine.handler = lambda kind: _nothing  # type: ignore[method-assign]
     context = Context(0, ring.append, iter(range(1 << 40)), engine, owner, {})  # type: ignore[arg-type]

@@ -232,7 +232,9 @@ class Regions:
     def _close(self, entry: Region | Again, outer: int) -> None:
         """Takes ``entry`` from what is open, and what lies in it and was left by an exception: nobody tells of that."""
         shared = self.context.shared
-        if entry in self._open:
+        if self._open and self._open[-1] is entry:
+            self._open.pop()
+        elif entry in self._open:
             at = self._open.index(entry)
             inside = self._open[at + 1 :]
             del self._open[at:]

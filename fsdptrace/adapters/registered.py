@@ -30,16 +30,25 @@ class RegisteredMethods:
     def __init__(self, on_error: OnError) -> None:
         self._on_error = on_error
         self._put: list[tuple[dict[str, Any], str, Any, Any]] = []
+        # Per module how many attributes it had when it was looked through, and which were registered: a registration adds one.
+        self._found: list[tuple[int, list[str]]] = []
 
     def put_on(self, modules: list[nn.Module]) -> None:
         """Stands in for the methods that were registered so far."""
         file = getattr(sys.modules.get(FULLY_SHARD_MODULE), "__file__", None)
-        for module in modules:
-            for name, method in list(vars(module).items()):
+        if len(self._found) != len(modules):
+            self._found = [(-1, [])] * len(modules)
+        for i, module in enumerate(modules):
+            namespace = module.__dict__
+            size, names = self._found[i]
+            if len(namespace) != size:
+                names = [name for name, value in namespace.items() if _is_registered(value, file)]
+                self._found[i] = len(namespace), names
+            for name in names:
+                method = namespace.get(name)
                 if isinstance(method, MethodType) and _is_registered(method, file):
-                    ours = self._watched(module, method)
-                    vars(module)[name] = ours
-                    self._put.append((vars(module), name, method, ours))
+                    ours = namespace[name] = self._watched(module, method)
+                    self._put.append((namespace, name, method, ours))
 
     def take_off(self) -> None:
         """Puts them back; what somebody registered over them since stays."""
@@ -63,6 +72,8 @@ class RegisteredMethods:
         return MethodType(watched, module)
 
 
-def _is_registered(method: MethodType, file: str | None) -> bool:
+def _is_registered(method: Any, file: str | None) -> bool:
+    if not isinstance(method, MethodType):
+        return False
     code = getattr(method.__func__, "__code__", None)
     return code is not None and code.co_name == _NAME and code.co_filename == file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ def _read(owner: Any, name: str) -> Callable[[], Any] | None:
 
 def _autocast(device: str) -> tuple[tuple[str, Callable[[], Any] | None], ...]:
     return (
-        (f"autocast on {device}", lambda: torch.is_autocast_enabled(device)),
-        (f"autocast dtype on {device}", lambda: torch.get_autocast_dtype(device)),
+        (f"autocast on {device}", partial(torch.is_autocast_enabled, device)),
+        (f"autocast dtype on {device}", partial(torch.get_autocast_dtype, device)),
     )
 
 
