@@ -147,6 +147,7 @@ class Drain:
         with ring.lock:
             finished = ring.take()
         self._write_spans()
+        self._write_coverage()
         for step in finished:
             self._finish(step, pause)
         self._write_device_times(pause)
@@ -248,6 +249,17 @@ class Drain:
                     session.writer.write(
                         f'{{"kind":"active_span","model":{model},"step":{step},"traceparent":"{traceparent}"}}\n'
                     )
+
+    def _write_coverage(self) -> None:
+        """What came to light of what cannot be shown, beside what the file begins with."""
+        session = self._session
+        while session.coverage_written < len(session.coverage):
+            with self.lock:
+                if session.writer is None:
+                    return
+                line = session.coverage[session.coverage_written]
+                session.coverage_written += 1
+                session.writer.write(_line({"kind": "coverage", "line": line}))
 
     def _write_tail(self, step: StepRecords, pause: float = PAUSE) -> None:
         session = self._session

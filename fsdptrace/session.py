@@ -88,6 +88,7 @@ class Session:
         self.violation_count = 0
         self.log = QuietLog()
         self.coverage: list[str] = []
+        self.coverage_written = 0  # so many of them are in the file
         self.clock = (time.perf_counter_ns(), time.time_ns())
         self.formatter = LineFormatter(self.texts, self.models)
         self.run_id = ""
@@ -125,12 +126,8 @@ class Session:
 
     def cannot_show(self, line: str) -> None:
         """Something that this run cannot show came to light: it goes to the file, for every report to repeat."""
-        if line in self.coverage:
-            return
-        with self.drain.lock:
-            self.coverage.append(line)
-            if self.writer is not None:
-                self.writer.write(_line({"kind": "coverage", "line": line}))
+        if line not in self.coverage:
+            self.coverage.append(line)  # the drain writes it; the training thread waits for no disk
 
     def next_model(self) -> int:
         """Number for a new root.
@@ -197,7 +194,9 @@ class Session:
             self._exporter.look_after()
 
     def _preamble(self) -> str:
-        return _line(self.header()) + "".join(_line(model.to_json()) for model in self.models.values())
+        header = self.header()
+        self.coverage_written = len(header["coverage"])
+        return _line(header) + "".join(_line(model.to_json()) for model in self.models.values())
 
     def header(self) -> dict[str, Any]:
         """The first line of the file. Never in it: argv, the environment, anything from a URL."""
