@@ -64,6 +64,16 @@ def release_of(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
+def lacks_cpu() -> str:
+    """Why FSDP2 of this PyTorch cannot train on a CPU; empty where it can."""
+    import torch
+
+    # Called on each gather (_fsdp_collectives.py, foreach_all_gather); without it there 2.6 raises an AttributeError.
+    if hasattr(torch.cpu.Stream, "record_event"):
+        return ""
+    return f"FSDP2 of torch {torch.__version__} trains on accelerators alone; on a CPU it does since 2.7"
+
+
 def examine() -> Report:
     """Looks at the installed PyTorch; imports torch, changes nothing."""
     import torch
@@ -105,6 +115,8 @@ def examine() -> Report:
         notes.append("reset_iter_state is available (2.13 and newer)")
     if release < (2, 10):
         notes.append("recomputation is put into the post-forward order again (mended in 2.10, PR #164009)")
+    if without := lacks_cpu():
+        notes.append(without)
     if release > TESTED[1]:
         notes.append(f"newer than any release that was looked at (2.{TESTED[1][1]})")
     return Report(version, release, tuple(found), tuple(missing), tuple(notes))

@@ -30,7 +30,7 @@ class LateReshard(Rule):
         "    h = block(Batch(h))            # no hook: all blocks stay open until the backward ends"
     )
     mend: ClassVar[str] = (
-        "Pass tensors as arguments, or in a tuple, list, dict or (torch 2.13 and newer) dataclass; for raw inputs: "
+        "Pass tensors as arguments, or in a tuple, list, dict or (torch 2.12 and newer) dataclass; for raw inputs: "
         "`x.requires_grad_()` before the first unit of a tower, or put the tower into one unit less."
     )
     silent: ClassVar[str] = (
@@ -71,7 +71,7 @@ class LateReshard(Rule):
         names = ", ".join(state.name for state, _ in late[:6]) + (f" and {len(late) - 6} more" if len(late) > 6 else "")
         if cause == "hidden":
             why = "a tensor that needs grad went in hidden in an object, where FSDP2 does not look"
-            containers = "tuple, list, dict or dataclass" if self.since(2, 13) else "tuple, list or dict"
+            containers = "tuple, list, dict or dataclass" if self.since(2, 12) else "tuple, list or dict"
             hint = f"Pass the tensors to {late[0][0].name} as arguments, or in a {containers}, instead of in an object of your own."
         else:
             why = "no input of theirs needs grad, so that nothing says when their backward is over"

@@ -32,7 +32,7 @@ class LostPreBackward(Rule):
         "y.sum().backward()"
     )
     mend: ClassVar[str] = (
-        "Return `out.clone()`, or use `y = y + 1.0`; return tensors in a tuple, list, dict or (torch 2.13 and newer) dataclass; take the loss from what "
+        "Return `out.clone()`, or use `y = y + 1.0`; return tensors in a tuple, list, dict or (torch 2.12 and newer) dataclass; take the loss from what "
         "the unit returns; or keep the unit open for its backward with `reshard_after_forward=False`."
     )
     silent: ClassVar[str] = (
@@ -72,7 +72,7 @@ class LostPreBackward(Rule):
 
     def _say(self, seq: int, state: GroupState, message: str, evidence: tuple[int, ...]) -> None:
         tracker = self.tracker
-        containers = "tuple, list, dict or dataclass" if self.since(2, 13) else "tuple, list or dict"
+        containers = "tuple, list, dict or dataclass" if self.since(2, 12) else "tuple, list or dict"
         self.report(
             Violation(
                 self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number, message,

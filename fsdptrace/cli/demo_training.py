@@ -163,6 +163,10 @@ def work(job: Job) -> Result:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from fsdptrace.adapters.compat import lacks_cpu
+
+    if without := lacks_cpu():
+        raise SystemExit(f"{without}; the demo trains on the CPU")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world,

@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 import fsdptrace
 from fsdptrace.adapters import compat
+from fsdptrace.cli import demo_training
 from support.models import sharded_chain, train
 from support.snapshot import differences, snapshot
 
@@ -54,6 +55,16 @@ def test_a_newer_release_is_recorded_with_one_line(
     assert rec.steps[-1].counts["forward"] == 1
     (line,) = caplog.records
     assert "torch 2.99.0a0+git1234 is newer than any release fsdptrace was tried with" in line.getMessage()
+
+
+def test_a_release_that_cannot_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = f"FSDP2 of torch {torch.__version__} trains on accelerators alone; on a CPU it does since 2.7"
+    assert says not in compat.examine().notes
+    monkeypatch.delattr(torch.cpu.Stream, "record_event")  # as 2.6 has it
+    assert says in compat.examine().notes
+    assert compat.examine().missing == ()
+    with pytest.raises(SystemExit, match="the demo trains on the CPU"):
+        demo_training.work(demo_training.Job(0, 2, 2, 1, "out", "store", "result", 60, {"leak": "a"}))
 
 
 def test_release_of() -> None:

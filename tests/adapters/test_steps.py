@@ -143,3 +143,22 @@ def test_what_a_recording_tells(fake_pg: Any, record: Any) -> None:
     columns = rec.steps[0].columns()
     assert columns["seq"].dtype == "int64"
     assert len(columns["kind"]) == len(rec.steps[0])
+
+
+def test_information_is_counted_but_is_no_alarm(fake_pg: Any, record: Any) -> None:
+    model = sharded_chain(fake_pg(4), 3)
+    model[0].requires_grad_(False)
+    seen = []
+    with record(model, checks=None, on_violation="record") as rec:
+        for by_hand in (False, True, False):
+            train(model)
+            if by_hand:
+                model[2].unshard()
+            rec.step()
+            seen.append((rec.violation_count, rec.alarm_count, rec.scalars()["fsdp/violations"]))
+    # Each step: layer 1, the first trainable one, prefetches layer 0, which is frozen and has no backward: information.
+    # The second step: nobody reshards layer 2: an error.
+    assert sorted((violation.step, violation.severity, violation.rule) for violation in rec.violations) == [
+        (0, "info", "unused-gather"), (1, "error", "unpaired-unshard"), (1, "info", "unused-gather"), (2, "info", "unused-gather"),
+    ]  # fmt: skip
+    assert seen == [(1, 0, 0.0), (3, 1, 1.0), (4, 1, 1.0)]
