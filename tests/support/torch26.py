@@ -23,7 +23,8 @@ _COPY_OUT = """    torch.ops.fsdp.split_with_sizes_copy(
         all_gather_output, all_gather_input_split_sizes, dim=1, out=out
     )
 """
-_GUARDED = f"""    versions = [(t, t._version) for t in out if not t.is_inference()]  # by the tests of fsdptrace, as torch 2.7 keeps them
+_GUARDED = f"""    # By the tests of fsdptrace, as torch 2.7 keeps the versions.
+    versions = [(t, t._version) for t in out if not t.is_inference()]
 {_COPY_OUT}    for t, v in versions:
         torch._C._autograd._unsafe_set_version_counter(t, v)
 """
