@@ -10,6 +10,14 @@ import torch
 clock = time.perf_counter_ns
 
 
+def current() -> torch.device | None:
+    """The machine's accelerator, ``None`` without one."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where there is none
+        return None
+
+
 class Api(Protocol):
     """What timing needs of a kind of accelerator."""
 

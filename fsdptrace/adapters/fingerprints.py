@@ -23,6 +23,8 @@ import torch
 import torch.nn as nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdptrace.adapters.accelerator import current as current_accelerator
+
 WANTS = ("params", "inputs", "saved")
 
 _COLUMNS = 1 << 14
@@ -263,7 +265,7 @@ class Difference(NamedTuple):
 def random_states() -> Iterable[tuple[str, str]]:
     """Name and state of torch's generators, Python's and numpy's, each as a digest."""
     yield "torch's CPU generator", _digest(torch.default_generator.get_state().numpy().tobytes())
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    accelerator = current_accelerator()
     device = None if accelerator is None else getattr(torch, accelerator.type, None)
     if accelerator is not None and getattr(device, "_initialized", False) and hasattr(device, "get_rng_state"):
         yield f"torch's {accelerator.type} generator", _digest(device.get_rng_state().numpy().tobytes())  # type: ignore[union-attr]

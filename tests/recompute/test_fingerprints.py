@@ -9,7 +9,7 @@ import torch
 from test_do_no_harm import same, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptrace.adapters.fingerprints import Quiet, fingerprint
+from fsdptrace.adapters.fingerprints import Quiet, fingerprint, random_states
 from support.programs import PROGRAMS, Program
 from support.torches import VALUES
 
@@ -84,3 +84,12 @@ def test_bit_identical_with_all_fingerprints(fake_pg: Any, record: Any, program:
         return record(models, fingerprint="all", checkpoint_detail="modules", **{**options, "on_violation": "raise"})
 
     same(train(program, mesh, None), train(program, mesh, all_of))
+
+
+def test_random_state_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_here() -> Any:  # as torch 2.6 has it; newer ones return None
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", none_here)
+    names = [name for name, _ in random_states()]
+    assert names[:2] == ["torch's CPU generator", "random of Python"]
