@@ -24,6 +24,7 @@ from fsdptrace.analysis import check
 from fsdptrace.analysis.postmortem import postmortem
 from support.models import Calls, sharded_chain, train
 from support.ranks import run_ranks, run_to_the_end
+from support.torches import since
 
 DIM = 4
 
@@ -233,6 +234,7 @@ def four(rank: int, out: str) -> list[Any]:
     return found
 
 
+@since(2, 13, "set_reduce_scatter_unused_params is new in it")
 def test_four_ranks(tmp_path: Path) -> None:
     results = run_to_the_end(four, 4, str(tmp_path), timeout=100)
     assert [code for code, _ in results] == [0, 0, 0, -signal.SIGKILL]

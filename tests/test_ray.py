@@ -6,6 +6,7 @@ Needs Ray, which is large and takes long to start: ``nox -s tests_ray`` runs thi
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -76,7 +77,13 @@ def answers(port: int, head: subprocess.Popen[bytes]) -> None:
 @pytest.mark.timeout(600)
 def test_actors_of_a_running_cluster(tmp_path: Path) -> None:
     ray = str(Path(sys.executable).with_name("ray"))
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    # A token of its own: whether `ray start` wants one depends otherwise on what an earlier ray.init() left in the home folder.
+    environment = {
+        **os.environ,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
