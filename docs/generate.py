@@ -217,7 +217,8 @@ They say what was gathered, and:
 |---|---|
 | a unit that was freed in the middle of its forward, recomputation or backward, or not gathered for its backward | \
 `illegal-state`: the unit, the event, who freed it |
-| a module that used parameters of a closed unit past the unit's forward, or a copy of them that was kept | \
+| a module, a hook or code of a backward that used parameters of a closed unit past the unit's forward, or a copy of them that \
+was kept; whose they are is read off the expression that failed | \
 `outside-forward`: the unit, the event that freed it, or the gather that nobody waited for |
 | a backward whose pre-backward was lost | `lost-pre-backward`: the unit, the event that freed it |
 | a pass that began on units which an earlier exception had left half done | `unclean-start`: that exception and its step, \

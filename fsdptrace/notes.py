@@ -10,6 +10,9 @@ from fsdptrace.checks.tracker import Tracker
 SHOWN = 3
 """So many findings are written out in a note."""
 
+MOST = 12
+"""So many notes an exception carries at most: one object may be raised in every step."""
+
 
 def describe(tracker: Tracker, violations: dict[str, int]) -> str:
     """The note: what is gathered, what of it is past its backward and who asked for the first, what was found so far."""
@@ -58,9 +61,10 @@ def allocator(tracker: Tracker, allocated: int, reserved: int) -> str:
 
 
 def put_on(error: BaseException, note: str) -> None:
-    """Adds ``note`` to ``error`` (``add_note``; on Python 3.10, which has none, it is logged). ``args`` stay as they are."""
-    add = getattr(error, "add_note", None)
-    if add is not None:
-        add(note)
-    else:
+    """Adds ``note`` to ``error`` (``add_note``). Where that cannot be done (Python 3.10, frozen exceptions) it is logged.
+    ``args`` stay as they are."""
+    try:
+        if len(getattr(error, "__notes__", ())) < MOST:
+            error.add_note(note)  # type: ignore[attr-defined,unused-ignore]
+    except Exception:  # an exception class of the user's may refuse any attribute
         logger().error(note)

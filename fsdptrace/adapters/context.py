@@ -12,7 +12,7 @@ import torch
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.device import BACKWARD, FORWARD, Timing
-from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, from_state_dict_code, says_freed, shares
+from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, for_certain, from_state_dict_code, says_freed, shares
 from fsdptrace.adapters.state_dict import STATE_DICTS
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Context:
         self.backward_finished = False
         self.roots: list[Any] = []
         self.numbers: dict[int, int] = {}  # number of a group by its id(), while the hooks hold it
-        self.seen_exception = 0
+        self.seen_exception, self.seen_noted = 0, False
         self.units: list[Any] = []  # of the installed model, with PyTorch's own objects
         self.watch_parts: Callable[[bool], None] = _no_parts
         self.step = 0  # steps that ended so far
@@ -196,6 +196,7 @@ class Context:
         self.watch_parts(False)
         shared[OUTER_GRAD] = 1 if grad else 0
         shared[BUSY] = 1
+        self.seen_exception = 0  # the same object may be raised again
         self.forward_seq = seq
         self.forward_t0 = t0
         self.forward_unit = unit
@@ -320,7 +321,7 @@ class Context:
         """
         if self.has_seen(error):
             return
-        self.seen_exception = id(error)
+        self.seen_exception, self.seen_noted = id(error), False
         self.shared[BUSY] = 1
         now = clock()
         kind = type(error)
@@ -333,23 +334,24 @@ class Context:
         try:
             self.emit(
                 ev.EXCEPTION, seq, now, now, group, self.parent(), self.owner.text(name), unit, about,
-                used.group if used else ev.NONE, self.owner.text(f"{used.module}:{used.method}") if used else 0,
+                used.group if used else ev.NONE, self.owner.text(used.text()) if used else 0,
             )  # fmt: skip
         except Exception as fault:
             if not self.owner.stop_run(fault):
                 raise
         self.owner.annotate(error, seq)
+        self.seen_noted = hasattr(error, "__notes__")  # not on Python 3.10, on frozen exceptions and those of ours
 
     def has_seen(self, error: BaseException) -> bool:
         """Whether ``error`` was recorded. Another one may have got the place in memory of one that is gone: it has no note."""
-        return id(error) == self.seen_exception and (
-            not hasattr(error, "add_note") or hasattr(error, "__notes__") or self.owner.stop_run(error)
-        )
+        return id(error) == self.seen_exception and (not self.seen_noted or hasattr(error, "__notes__"))
 
     def look_at(self, error: BaseException) -> tuple[int, Used | None]:
         """What ``error`` is about (a position in :data:`~fsdptrace.events.ABOUT`), and whose parameters were used."""
         if says_freed(error):
-            return FREED, closed_use(error, self.units)
+            in_backward = bool(self.shared[BACKWARD_SEQ])
+            used = closed_use(error, self.units, in_backward)
+            return (FREED if used is not None or for_certain(error, in_backward) else 0), used
         return (STATE_DICT if from_state_dict_code(error, self.units) else 0), None
 
     def state_dict_failed(self, model: Any, error: BaseException) -> None:

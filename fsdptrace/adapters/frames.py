@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from fsdptrace.adapters.describe import Unit
+from fsdptrace.adapters.reads import called_in, line_of, tensors_of
 from fsdptrace.events import NONE
 from fsdptrace.model_map import clean_name
 
@@ -20,7 +22,13 @@ FREED, STATE_DICT = 1, 2  # positions in events.ABOUT
 
 # What PyTorch says when parameters are computed with that are not gathered: storage that FSDP2 freed, and the sharded
 # DTensor beside a plain tensor (torch/distributed/tensor/_dispatch.py; in C++ since 2.12).
-_FREED = ("storage of size 0", "got mixed torch.Tensor and DTensor", "data is not allocated")
+_MIXED = "got mixed torch.Tensor and DTensor"
+_FREED = ("storage of size 0", _MIXED, "data is not allocated")
+_ON_SHARDS = "does not have a sharding strategy"  # may be about any DTensor: only where the operands are known
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_RECOMPUTATION = os.path.join(_TORCH, "utils", "checkpoint.py")
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
@@ -34,17 +42,52 @@ _CHECKPOINT = ("torch/distributed/checkpoint/", "torch/distributed/_state_dict_u
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Parameters of closed group ``group`` were used outside a forward of its unit, through ``method`` of ``module``."""
+    """Parameters of closed group ``group`` were used outside a forward of its unit, through ``method`` of ``module``; or, with
+    ``where``, through a function of no module: its file and line, and whether it is a hook of ``module``."""
 
     group: int
     module: str
     method: str
+    where: str = ""
+    hook: bool = False
+
+    def text(self) -> str:
+        """As the event has it: ``module:method``, ``module|hook|name at file`` or ``|function|name at file``."""
+        if not self.where:
+            return f"{self.module}:{self.method}"
+        return f"{self.module if self.hook else ''}|{'hook' if self.hook else 'function'}|{self.method} at {self.where}"
+
+
+def source_of(error: BaseException) -> BaseException | None:
+    """The one of ``error`` and those that it was raised from (``raise ... from``) whose text is that of a use of parameters
+    that are not gathered."""
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and not any(at is one for one in seen):
+        text = str(at)
+        if any(part in text for part in (*_FREED, _ON_SHARDS)):
+            return at
+        seen.append(at)
+        at = at.__cause__
+    return None
 
 
 def says_freed(error: BaseException) -> bool:
-    """Whether the text of ``error`` is that of a use of parameters that are not gathered."""
-    text = str(error)
-    return any(part in text for part in _FREED)
+    """Whether ``error``, or what it was raised from, may be about parameters that are not gathered."""
+    return source_of(error) is not None
+
+
+def for_certain(error: BaseException, in_backward: bool) -> bool:
+    """Whether the text of ``error``, which :func:`says_freed`, is about parameters that are not gathered without knowing whose:
+    tensors that a graph saved are plain, so that a DTensor in a backward was read by Python code, from wherever."""
+    source = source_of(error)
+    if source is None or not any(part in str(source) for part in _FREED):
+        return False
+    return not in_backward or _MIXED not in str(source) or _recomputes(source)
+
+
+def _recomputes(error: BaseException) -> bool:
+    return any(frame.f_code.co_filename == _RECOMPUTATION for frame, _ in frames_of(error))
 
 
 def from_state_dict_code(error: BaseException, units: list[Unit]) -> bool:
@@ -68,19 +111,20 @@ def shares(model: nn.Module, units: list[Unit]) -> bool:
     return any(id(own) in inside or any(part is model for part in own.modules()) for unit in units for own in unit.modules)
 
 
-def frames_of(error: BaseException) -> Iterator[FrameType]:
-    """The frames that ``error`` was raised in, innermost first, up to the outermost caller that still runs."""
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """The frames that ``error`` was raised in, innermost first, up to the outermost caller that still runs; and the instruction
+    that each was at."""
     trace = error.__traceback__
     if trace is None:
         return
     outer = trace.tb_frame.f_back
     inner = []
     while trace is not None:
-        inner.append(trace.tb_frame)
+        inner.append((trace.tb_frame, trace.tb_lasti))
         trace = trace.tb_next
     yield from reversed(inner)
     while outer is not None:
-        yield outer
+        yield outer, outer.f_lasti
         outer = outer.f_back
 
 
@@ -96,51 +140,92 @@ def is_running(units: list[Unit]) -> bool:
 
 
 def module_of(frame: FrameType) -> nn.Module | None:
-    """The module whose method ``frame`` runs, if it is one's."""
-    own = frame.f_locals.get("self")
-    return own if isinstance(own, nn.Module) else None
+    """The module whose method ``frame`` runs, if it is one's: not a function that closes over a module's ``self``."""
+    code = frame.f_code
+    arguments = code.co_varnames[: code.co_argcount]
+    if "self" in arguments:
+        own = frame.f_locals.get("self")
+        return own if isinstance(own, nn.Module) else None
+    own = frame.f_locals.get(arguments[0]) if arguments else None
+    if not isinstance(own, nn.Module):
+        return None
+    methods = (vars(kind).get(code.co_name) for kind in type(own).__mro__)
+    return own if any(getattr(method, "__code__", None) is code for method in methods) else None
 
 
 def modules_in(error: BaseException) -> list[nn.Module]:
     """The modules whose methods ``error`` came through, innermost first, where it :func:`says_freed`; else none."""
-    return [module for frame in frames_of(error) if (module := module_of(frame)) is not None] if says_freed(error) else []
+    source = source_of(error)
+    return [] if source is None else [own for frame, _ in frames_of(source) if (own := module_of(frame)) is not None]
 
 
-def closed_use(error: BaseException, units: list[Unit]) -> Used | None:
+def closed_use(error: BaseException, units: list[Unit], in_backward: bool = False) -> Used | None:
     """Whose parameters ``error``, which :func:`says_freed`, is about; ``None`` where that was in a forward of their own unit
-    (other rules look at those), in state-dict code or an optimizer, or in code of no module of the model.
+    (other rules look at those), in state-dict code or an optimizer, or in code that no module of the model calls.
 
     Args:
         units: the model's, with PyTorch's own objects, outer ones first.
+        in_backward: whether a backward is under way. A recomputation in it is for other rules.
     """
+    source = source_of(error)
+    if source is None or (in_backward and _recomputes(source)):
+        return None
     parts = _Parts(units)
-    frames = frames_of(error)
-    for frame in frames:
+    certain = for_certain(error, in_backward)
+    frames = frames_of(source)
+    for frame, lasti in frames:
         if isinstance(frame.f_locals.get("self"), Optimizer) or _is_state_dict(frame):
             return None
         module = module_of(frame)
-        if module is None or _passes_on(frame) or id(module) not in parts.names:
+        if _passes_on(frame):
+            continue
+        if module is None or id(module) not in parts.names:
+            group = None if frame.f_code.co_filename.startswith(_TORCH) else parts.read(frame, lasti, None)
+            if group is not None:
+                return _outside(group, frame, lasti, frames, parts, in_backward)
             continue
         used = parts.used(module, frame)
         unit = parts.unit[id(module)]
-        closed = _closed(unit) if parts.holds(module) else []
+        closed = _closed(unit) if certain and parts.holds(module) else []
         if closed:
             return _through(replace(used, group=closed[0]), unit, frames, parts)
-        read = parts.read_below(module, frame)
-        if read is None:
-            read = parts.kept_copy(module, frame)
+        read = parts.read(frame, lasti, module)
         if read is not None or parts.holds(module):
             return None if read is None else replace(used, group=read)
     return None
 
 
-def _through(used: Used, unit: Unit, frames: Iterator[FrameType], parts: _Parts) -> Used | None:
+def _outside(
+    group: int, frame: FrameType, lasti: int, frames: Iterator[tuple[FrameType, int]], parts: _Parts, in_backward: bool
+) -> Used | None:
+    """A function of no module of the model, run by ``frame``, read parameters of ``group``: a hook, the backward of something,
+    or a function that a method of the model called."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", code.co_name).rpartition("<locals>.")[2]
+    used = Used(group, "", name, f"{os.path.basename(code.co_filename)}, line {line_of(frame, lasti)}")
+    for outer, at in frames:
+        if outer.f_code.co_filename == _ENGINE:
+            return used
+        passes_on = _passes_on(outer)
+        module = outer.f_locals.get("self") if passes_on else module_of(outer)
+        if module is None or id(module) not in parts.names:
+            continue
+        if passes_on and called_in(outer, at) == "hook":
+            return replace(used, module=parts.names[id(module)], hook=True)
+        unit = parts.unit[id(module)]
+        if group in unit.info.groups:
+            return None if passes_on else _through(replace(parts.used(module, outer), group=group), unit, frames, parts)
+        return replace(parts.used(module, outer), group=group, method="forward" if passes_on else outer.f_code.co_name)
+    return used if in_backward else None
+
+
+def _through(used: Used, unit: Unit, frames: Iterator[tuple[FrameType, int]], parts: _Parts) -> Used | None:
     """Follows ``used``, in ``unit``, outwards: to the unit's own method, or to the outermost part of it that ran; ``None``
     where that is the unit's own forward."""
     own = {id(module) for module in unit.modules}
     exact = used.module in unit.info.modules
     inside = True
-    for frame in frames:
+    for frame, _ in frames:
         module = module_of(frame)
         if module is None:
             continue
@@ -178,39 +263,29 @@ class _Parts:
             id(part) in self._holders and self.unit[id(part)] is unit for part in module.modules() if id(part) in self.unit
         )
 
-    def read_below(self, module: nn.Module, frame: FrameType) -> int | None:
-        """The closed group, of a unit below ``module``, whose parameter the code of ``frame`` names (``self.emb.weight``);
-        ``None`` where there is none, or more than one."""
-        named = {*frame.f_code.co_names, *frame.f_code.co_varnames}
-        prefix = f"{self.names[id(module)]}." if self.names[id(module)] else ""
+    def read(self, frame: FrameType, lasti: int, module: nn.Module | None) -> int | None:
+        """The closed group whose shard is an operand of the expression that ``frame`` was at; else of whose gathered copy a
+        local variable, or an attribute of ``module``, is a part: by storage, so that there is no doubt. ``None`` where there
+        is none, or more than one."""
+        operands = {_storage(value) for value in tensors_of(frame, lasti)}
+        kept = [*frame.f_locals.values(), *(vars(module).values() if module is not None else ())]
+        copies = operands | {_storage(value) for value in kept if type(value) in _TENSORS}
         found = set()
         for unit in self._units:
-            for number in _closed(unit):
-                group = unit.groups[unit.info.groups.index(number)]
-                for param in group.fsdp_params:
-                    info = param._module_info
-                    path = f"{self.names.get(id(info.module), '')}.{info.param_name}"
-                    steps = path.removeprefix(prefix).split(".")
-                    if path.startswith(prefix) and named.issuperset(step for step in steps if step and not step.isdigit()):
-                        found.add(number)
-        return found.pop() if len(found) == 1 else None
-
-    def kept_copy(self, module: nn.Module, frame: FrameType) -> int | None:
-        """The closed group of whose gathered copy a local variable of ``frame``, or an attribute of ``module``, is a part: by
-        storage, so that there is no doubt. ``None`` where there is none, or more than one."""
-        kept = {_storage(value) for value in (*frame.f_locals.values(), *vars(module).values()) if type(value) in _TENSORS}
-        found = set()
-        for unit in self._units:
-            for number in _closed(unit) if kept else ():
+            for number in _closed(unit) if copies else ():
                 for param in unit.groups[unit.info.groups.index(number)].fsdp_params:
                     copy = param.__dict__.get("_unsharded_param")
-                    if copy is not None and _storage(copy) in kept:
+                    if _storage(param.sharded_param) in operands or (copy is not None and _storage(copy) in copies):
                         found.add(number)
         return found.pop() if len(found) == 1 else None
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+    try:
+        return int(local.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse ones, and those of torch.func
+        return -1
 
 
 def _closed(unit: Unit) -> list[int]:

@@ -72,9 +72,11 @@ class IllegalState(Rule):
             self._say_order("pre_backward", seq, group, context, a)
 
     def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if c != _FREED or d >= 0:  # about something else, or a use that is outside-forward's
+        if c != _FREED:
             return
-        state = closed_in_use(self.tracker, group, context % 4)
+        if d >= 0 and not freed_in_its_backward(self.tracker, d, context % 4):  # a use that is outside-forward's
+            return
+        state = closed_in_use(self.tracker, group, context % 4) if d < 0 else self.tracker.groups[d]
         if state is None:
             return
         tracker = self.tracker
@@ -188,6 +190,12 @@ def closed_in_use(tracker: Tracker, group: int, pass_: int) -> GroupState | None
     found = [g for g in closed if gathers_in_backward(g) and freed_since_opened(g)]
     found = found or [g for g in closed if not gathers_in_backward(g)]
     return found[0] if len(found) == 1 else None
+
+
+def freed_in_its_backward(tracker: Tracker, group: int, pass_: int) -> bool:
+    """Whether the group was freed between its pre-backward and its post-backward."""
+    state = tracker.groups[group]
+    return pass_ in _BACKWARD_PASSES and state.touched and state.training == _PRE_BACKWARD and freed_since_opened(state)
 
 
 def freed_since_opened(state: GroupState) -> bool:

@@ -9,6 +9,7 @@ from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.text import size
 from fsdptrace.checks.tracker import RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, GroupState
 
+_HALF_DONE = [ev.TRAINING_STATES.index(name) for name in ("forward", "pre_backward")]
 _STATE_DICT = ev.ABOUT.index("state_dict")
 
 
@@ -133,6 +134,8 @@ class UnpairedUnshard(Rule):
         else:
             how = self.tracker.asked_by(state.opened_how, state.opened_by)
             why = f"{how} opened it and nothing has freed it since"
+            if state.training in _HALF_DONE:
+                why += f" (an exception left its {ev.TRAINING_STATES[state.training].replace('pre_', '')} half done)"
         self.report(
             Violation(
                 self.name, "info", self.tracker.map.model, state.id, state.fqn, self.tracker.step_number,
