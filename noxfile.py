@@ -88,7 +88,7 @@ def tests_torch(session: nox.Session, torch: str) -> None:
 
 @nox.session
 def servers(session: nox.Session) -> None:
-    """The exporters against servers too heavy for every run, MLflow and VictoriaMetrics: about two minutes more."""
+    """The exporters against servers too heavy for every run: MLflow, VictoriaMetrics, and the Collector, built once."""
     session.install(*PINNED, "-e", ".[cli,test]")
     session.run("python", "-m", "pytest", "tests/servers", "-m", "servers", *session.posargs)
 

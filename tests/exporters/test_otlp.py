@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdptrace
 from fsdptrace.adapters import legacy
 from support.ranks import run_ranks
-from support.servers import Receiver, receiver, rotel, until, values, wait_for_exporter
+from support.servers import Receiver, Server, receiver, rotel, until, values, wait_for_exporter
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,15 +76,24 @@ class Lines:
         return str(self.model["groups"][line["group"]]["fqn"])
 
 
-@pytest.fixture(scope="module")
-def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Receiver, Path, list[dict[str, str]], str]]:
-    folder = tmp_path_factory.mktemp("otlp")
+Sent = tuple[Receiver, Path, list[dict[str, str]], str]
+
+
+@contextmanager
+def send(folder: Path, relay: Callable[[Path, str], AbstractContextManager[tuple[Server, int, int]]]) -> Iterator[Sent]:
+    """A run of two ranks through a real relay, once over gRPC and once over HTTP: what came out of it, and the files."""
     out = folder / "out"
-    with receiver() as sink, rotel(folder, sink.url) as (_, grpc, http):
+    with receiver() as sink, relay(folder, sink.url) as (_, grpc, http):
         active = run_ranks(train, 2, str(out), grpc, http, timeout=120)
         logs = "".join(wait_for_exporter(out / name) for name in ("grpc", "http"))
         until(lambda: all(len(ends(sink, name)) == 2 for name in ("grpc", "http")), "the last metrics arrive")
         yield sink, out, active, logs
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sent]:
+    with send(tmp_path_factory.mktemp("otlp"), rotel) as made:
+        yield made
 
 
 def number(point: Any) -> float:

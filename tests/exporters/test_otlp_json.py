@@ -83,20 +83,26 @@ def by_protobuf(folder: Path, signal: str) -> Iterator[Any]:
 
 
 def by_rotel(folder: Path, signal: str) -> list[Any]:
+    return posted(folder, signal, rotel)
+
+
+def posted(folder: Path, signal: str, relay: Callable[[Path, str], Any]) -> list[Any]:
     """Every line posted to a real collector as it is, and what that sends on, as protobuf."""
-    with receiver() as sink, rotel(folder, sink.url) as (_, _grpc, http):
+    with receiver() as sink, relay(folder, sink.url) as (_, _grpc, http):
         for line in lines(folder, signal):
             request = urllib.request.Request(
                 f"http://127.0.0.1:{http}/v1/{signal}", line.encode(), {"Content-Type": "application/json"}
             )
             with urllib.request.urlopen(request, timeout=20) as answer:
                 assert answer.status == 200
-        count = {"traces": 16 * 2 + 13, "logs": 1}[signal]
+        count = {"traces": 16 * 2 + 13, "metrics": 2, "logs": 1}[signal]
         until(lambda: sum(_size(data, signal) for data in sink.got[signal]) >= count, "everything is sent on")
         return list(sink.got[signal])
 
 
 def _size(data: Any, signal: str) -> int:
+    if signal == "metrics":
+        return len(data.resource_metrics)
     if signal == "logs":
         return sum(len(scope.log_records) for resource in data.resource_logs for scope in resource.scope_logs)
     return sum(len(scope.spans) for resource in data.resource_spans for scope in resource.scope_spans)
@@ -150,11 +156,12 @@ def test_spans(files: Path, read: Read) -> None:
     assert wrong == [(1, "unpaired-unshard at layers.1", ["unpaired-unshard"])]
 
 
-def test_metrics(files: Path) -> None:
+@pytest.mark.parametrize("read", [by_protobuf])
+def test_metrics(files: Path, read: Read) -> None:
     """By protobuf alone: rotel 0.0.1a15 takes no values of metrics as JSON (nor does it say so)."""
     found = {
         (values(resource.resource.attributes)["dl.rank"], metric.name): metric
-        for data in by_protobuf(files, "metrics") for resource in data.resource_metrics
+        for data in read(files, "metrics") for resource in data.resource_metrics
         for scope in resource.scope_metrics for metric in scope.metrics
     }  # fmt: skip
     for rank, end in ((0, 365), (1, 375)):  # a violation is one event more

@@ -239,7 +239,7 @@ def debian(program: str, package: str, suite: str = "") -> str:
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         pytest.skip(f"{program} is neither installed nor, without apt-get, to be had (on Debian: apt-get install {package})")
     folder.mkdir(parents=True, exist_ok=True)
-    options = _suite(folder, suite) if suite else []
+    options = debian_suite(folder, suite) if suite else []
     try:
         if suite:
             subprocess.run(["apt-get", *options, "update"], cwd=folder, capture_output=True, timeout=120, check=True)
@@ -261,7 +261,7 @@ def debian(program: str, package: str, suite: str = "") -> str:
     return str(path)
 
 
-def _suite(folder: Path, suite: str) -> list[str]:
+def debian_suite(folder: Path, suite: str) -> list[str]:
     """Options of apt-get for another suite of the mirror that this system uses; its own lists stay untouched."""
     listed = [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*"))]
     text = "\n".join(path.read_text() for path in listed if path.is_file())
