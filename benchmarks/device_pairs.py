@@ -1,124 +1,292 @@
-"""Step time on a GPU with and without, in pairs: short blocks of steps in random order, each against the untraced block of the
-same round, so that a clock that drifts takes both along. Prints medians of the ratios with their quartiles, and the peaks of
-memory that were seen.
+"""Step time on a GPU with and without, in rounds: blocks of steps in random order, each against the median of the untraced
+blocks of its round, so that a clock that drifts takes all along. Prints medians of the ratios with their quartiles, the CPU
+time of the threads that train, and the peaks of memory that were seen. Garbage is collected between blocks, not in them.
 
-python benchmarks/device_pairs.py --rounds 40
+``--peaks`` asks for the peaks of memory alone, each way of running in processes of its own, whose allocators begin empty.
+
+python benchmarks/device_pairs.py --model wide-16 --seconds 500
+python benchmarks/device_pairs.py --model tiny --seconds 500 --peaks
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import ctypes
 import gc
+import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from device_check import WORLD, later, layers, recorded
-from models import fake_group
+from device_common import (
+    SETTINGS,
+    TIMED,
+    TIMED_FULL,
+    UNTRACED,
+    Make,
+    Setting,
+    header,
+    layers,
+    others,
+    recordings,
+    training,
+    untraced,
+)  # fmt: skip
 
-import fsdptrace
+WARM_UP = 4
+"""Steps before those that count, in every block: in its first four a recording looks at more than later."""
+RARELY = 4
+"""Profilers and snapshots run in one round out of so many: their ratios are large."""
+AGAIN = "untraced, against the others"
 
-STEPS = 6  # of a block, after two that warm up
-BASE = "untraced"
 
-Variants = dict[str, Callable[[], AbstractContextManager[Any]]]
+class Clock:
+    """CPU time of the threads that train: the one that calls, and autograd's, in which backwards run on a GPU."""
+
+    def __init__(self, step: Callable[[], torch.Tensor]) -> None:
+        idents: list[int] = []
+        x: Any = torch.ones(1, device=step().device, requires_grad=True)
+        x.register_hook(lambda grad: idents.append(threading.get_ident()))
+        (x * 2).sum().backward()
+        own = threading.get_ident()
+        self._others = [time.pthread_getcpuclockid(ident) for ident in idents if ident != own]
+
+    def __call__(self) -> float:
+        return time.thread_time() + sum(time.clock_gettime(other) for other in self._others)
 
 
-def pairs(
-    step: Callable[[], Any], variants: Variants, rounds: int
-) -> tuple[dict[str, list[tuple[float, float]]], dict[str, Counter[int]]]:
-    """Per variant and round the wall time of a step and the training thread's CPU time, as ratios to the untraced block of that
-    round; and how often each peak of allocated bytes was seen."""
-    rng = random.Random(0)
-    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    peaks: dict[str, Counter[int]] = {name: Counter() for name in variants}
-    for _ in range(rounds):
-        names = list(variants)
+@dataclass
+class Found:
+    """What was measured of one way of running: ratios per round of step time and of CPU time, and how often each peak of
+    allocated bytes was seen in a block."""
+
+    walls: list[float] = field(default_factory=list)
+    cpus: list[float] = field(default_factory=list)
+    peaks: Counter[int] = field(default_factory=Counter)
+
+
+def block(step: Callable[[], Any], make: Make, cpu: Clock, timed: int) -> tuple[float, float, int]:
+    """Wall and CPU seconds of a step, and the peak of allocated bytes."""
+    with make():
+        for _ in range(WARM_UP):
+            step()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begin, own = time.perf_counter(), cpu()
+        for _ in range(timed):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / timed, (cpu() - own) / timed, torch.cuda.max_memory_allocated()
+
+
+def rounds_of(
+    step: Callable[[], Any], variants: dict[str, Make], rare: dict[str, Make], setting: Setting, rounds: int, until: float,
+    bases: int = 3,
+) -> tuple[dict[str, Found], list[float]]:  # fmt: skip
+    """What was found in up to ``rounds`` rounds, begun as long as one of them fits before ``until`` (``time.monotonic()``),
+    with ``bases`` untraced blocks in each; and the step times of those, in seconds."""
+    rng, cpu = random.Random(0), Clock(step)
+    found = {name: Found() for name in (UNTRACED, *variants, *rare)}
+    steps: list[float] = []
+    longest = {True: 0.0, False: 0.0}  # with those that run rarely, and without
+    for number in range(rounds):
+        begin, all_of_them = time.monotonic(), number % RARELY == 0
+        if number and begin + longest[all_of_them] > until:
+            break
+        ways = {**variants, **(rare if all_of_them else {})}
+        names = [UNTRACED] * bases + list(ways)
         rng.shuffle(names)
-        took: dict[str, tuple[float, float]] = {}
-        for name in names:
-            with variants[name]():
-                step()
-                step()
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                begin, own = time.perf_counter(), time.thread_time()
-                for _ in range(STEPS):
-                    step()
-                own = time.thread_time() - own
-                torch.cuda.synchronize()
-                took[name] = (time.perf_counter() - begin) / STEPS, own / STEPS
-                peaks[name][torch.cuda.max_memory_allocated()] += 1
-        for name, (wall, cpu) in took.items():
-            ratios[name].append((wall / took[BASE][0], cpu / took[BASE][1]))
-    return ratios, peaks
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        gc.disable()
+        try:
+            for name in names:
+                wall, own, peak = block(step, ways.get(name, untraced), cpu, setting.timed)
+                took[name].append((wall, own))
+                found[name].peaks[peak] += 1
+                gc.collect()
+        finally:
+            gc.enable()
+        base, base_cpu = (statistics.median(values) for values in zip(*took[UNTRACED], strict=True))
+        steps += [wall for wall, _ in took[UNTRACED]]
+        for name in ways:
+            found[name].walls.append(took[name][0][0] / base)
+            found[name].cpus.append(took[name][0][1] / base_cpu)
+        longest[all_of_them] = max(longest[all_of_them], time.monotonic() - begin)
+        print(f"round {number + 1}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    return found, steps
 
 
-def measure(title: str, count: int, width: int, dtype: Any, batch: tuple[int, int], rounds: int, out: str) -> None:
-    """One model, all variants."""
-    model = layers(fake_group(WORLD), count, width, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    x = torch.randn(*batch, width, device="cuda")
+def spread(values: list[float]) -> str:
+    """Median and quartiles."""
+    ordered = sorted(values)
+    return f"{statistics.median(values):.3f} [{ordered[len(ordered) // 4]:.3f}, {ordered[3 * len(ordered) // 4]:.3f}]"
 
-    def step() -> None:
-        model(x).float().pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    for _ in range(20):
+def sizes(peaks: Counter[int]) -> str:
+    """Peaks and how often each was seen."""
+    return ", ".join(f"{size:,} B x {times}" for size, times in sorted(peaks.items()))
+
+
+def issuing(step: Callable[[], Any]) -> tuple[float, float]:
+    """ms until the host has issued a step, and until the device is done with it: which of the two a step waits for."""
+    took: list[tuple[float, float]] = []
+    for _ in range(10):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
         step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+        issued = time.perf_counter()
+        torch.cuda.synchronize()
+        took.append(((issued - begin) * 1e3, (time.perf_counter() - begin) * 1e3))
+    issued_in, done_in = (statistics.median(values) for values in zip(*took, strict=True))
+    return issued_in, done_in
+
+
+def measure(setting: Setting, rounds: int, until: float, out: str) -> dict[str, Found]:
+    """One model, all ways of running it; prints what was found."""
+    model = layers(setting)
+    step = training(model, setting)
     for _ in range(10):
         step()
-    torch.cuda.synchronize()
-    print(f"\n{title}: a step of {(time.perf_counter() - begin) * 100:.1f} ms, {rounds} rounds of {STEPS} steps")
-    variants: Variants = {
-        BASE: nullcontext,
-        "untraced, against itself": nullcontext,
-        "recording, no device timing": recorded(model, out, device_timing="off"),
-        "recording, default, after the first ten steps": later(model, out),
-        "recording, every step timed": recorded(model, out, device_timing="always", detail="summary"),
-    }
+    issued, done = issuing(step)
+    print(f"\n{setting.title}; budget {setting.budget}", flush=True)
+    print(f"  one step alone: issued by the host in {issued:.1f} ms, done by the device after {done:.1f} ms", flush=True)
     gc.collect()
     gc.freeze()
-    ratios, peaks = pairs(step, variants, rounds)
-    gc.unfreeze()
-    for name in variants:
-        walls, cpus = (sorted(values) for values in zip(*ratios[name], strict=True))
-        low, high = walls[len(walls) // 4], walls[3 * len(walls) // 4]
-        print(
-            f"  {name:<48} {statistics.median(walls):.3f} [{low:.3f}, {high:.3f}]  CPU {statistics.median(cpus):.3f}  peaks "
-            + ", ".join(f"{size:,} B x {times}" for size, times in sorted(peaks[name].items())),
-            flush=True,
-        )
+    try:
+        variants = {AGAIN: untraced, **recordings(model, out)}
+        found, steps = rounds_of(step, variants, others(), setting, rounds, until)
+    finally:
+        gc.unfreeze()
+    print(f"  untraced: {spread([value * 1e3 for value in steps])} ms a step, in blocks of {setting.timed}", flush=True)
+    for name, one in found.items():
+        if one.walls:
+            text = f"step {spread(one.walls)}  CPU {spread(one.cpus)}  {len(one.walls)} rounds"
+            print(f"  {name:<62} {text}", flush=True)
+    print("  peaks of allocated memory, in so many blocks")
+    for name, one in found.items():
+        print(f"  {name:<62} {sizes(one.peaks)}", flush=True)
+    return found
+
+
+# -- peaks of memory, in processes of their own ------------------------------------------------------------------------
+COLLECTING = "untraced, garbage collected as it comes"
+LATE = "untraced, host held up for 20 ms now and then"
+CHILDREN = {UNTRACED: 4, LATE: 3, COLLECTING: 3, TIMED: 3, TIMED_FULL: 4}
+"""How many processes run each way."""
+
+
+@contextmanager
+def late() -> Iterator[None]:
+    """Holds the interpreter's lock for 20 ms at random times, so that whichever thread trains then is late."""
+    over = threading.Event()
+    hold = ctypes.PyDLL(None).usleep  # with the lock held
+
+    def hold_up() -> None:
+        rng = random.Random(0)
+        while not over.wait(rng.uniform(0.0, 0.2)):
+            hold(20_000)
+
+    thread = threading.Thread(target=hold_up, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def child(setting: Setting, way: str, steps: int) -> None:
+    """Runs ``steps`` steps one way; prints how often each peak of allocated bytes was seen in a step."""
+    model = layers(setting)
+    step = training(model, setting)
+    made = {UNTRACED: untraced, COLLECTING: untraced, LATE: late}
+    with tempfile.TemporaryDirectory() as out:
+        make = made.get(way) or recordings(model, out)[way]
+        gc.collect()
+        gc.freeze()
+        if way != COLLECTING:
+            gc.disable()
+        with make():
+            for _ in range(WARM_UP):
+                step()
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            peaks: Counter[int] = Counter()
+            for _ in range(steps):
+                torch.cuda.reset_peak_memory_stats()
+                step()
+                peaks[torch.cuda.max_memory_allocated()] += 1
+            torch.cuda.synchronize()
+    print(json.dumps(list(peaks.items())))
+
+
+def peaks_of(model: str, steps: int, until: float) -> int:
+    """Starts the processes, the ways taking turns; prints the peaks of each. Returns how many failed."""
+    print(f"\n{SETTINGS[model].title}: peaks of allocated memory in {steps} steps, a process per row", flush=True)
+    left = dict(CHILDREN)
+    failed, longest = 0, 0.0
+    while any(left.values()):
+        for way in (way for way in CHILDREN if left[way]):
+            left[way] -= 1
+            begin = time.monotonic()
+            if begin + longest > until:
+                print(f"  {way:<62} out of time")
+                continue
+            command = [sys.executable, __file__, "--model", model, "--child", way, "--steps", str(steps)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            longest = max(longest, time.monotonic() - begin)
+            if done.returncode:
+                failed += 1
+                print(f"  {way:<62} exit status {done.returncode}: {done.stderr[-500:]}", flush=True)
+            else:
+                print(f"  {way:<62} {sizes(Counter(dict(json.loads(done.stdout.splitlines()[-1]))))}", flush=True)
+    return failed
 
 
 def main() -> int:
-    """Measures both models."""
+    """Measures the models asked for; the exit status says whether it could."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--model", choices=[*SETTINGS, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=60, help="at most so many")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long, with the rounds there are")
+    parser.add_argument("--peaks", action="store_true", help="peaks of memory, in processes of their own")
+    parser.add_argument("--steps", type=int, default=20, help="with --peaks: of each process")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("no GPU here: nothing to measure", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore")
-    print(
-        f"{datetime.date.today()}, {torch.cuda.get_device_name()}, torch {torch.__version__}, fsdptrace {fsdptrace.__version__}"
-    )
-    out = tempfile.mkdtemp(prefix="fsdptrace-device-")
-    measure("24 layers of width 2048, bf16", 24, 2048, torch.bfloat16, (4, 1024), options.rounds, out)
-    measure("96 tiny layers (host-bound)", 96, 32, None, (2, 8), options.rounds, out)
-    return 0
+    if options.child:
+        child(SETTINGS[options.model], options.child, options.steps)
+        return 0
+    begin = time.monotonic()
+    print(header())
+    names = list(SETTINGS) if options.model == "all" else [options.model]
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="fsdptrace-device-") as out:
+        for number, name in enumerate(names, 1):
+            until = begin + options.seconds * number / len(names)
+            if options.peaks:
+                failed += peaks_of(name, options.steps, until)
+            else:
+                measure(SETTINGS[name], options.rounds, until, out)
+                gc.collect()
+                torch.cuda.empty_cache()
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
