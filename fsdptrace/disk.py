@@ -55,6 +55,7 @@ class TraceWriter:
     _opened: int = 0
     _fd: int = -1
     _tail_fd: int = -1
+    _tailed: bool = False  # there is something in it
 
     @property
     def path(self) -> Path:
@@ -101,9 +102,19 @@ class TraceWriter:
             data = text.encode("utf-8", "backslashreplace")
             if len(data) > self.max_bytes // _PARTS:  # whole lines, the newest
                 data = data[data.find(b"\n", len(data) - self.max_bytes // _PARTS) + 1 :]
+            self._tailed = True
             _write_all(self._tail_fd, data, 0)
         except OSError as error:
             self._fail(error)
+
+    def empty_tail(self) -> None:
+        """The step of the tail ended well, or is in the file."""
+        if self._tailed:
+            self._tailed = False
+            try:
+                os.ftruncate(self._tail_fd, 0)
+            except OSError as error:
+                self._fail(error)
 
     def close(self) -> None:
         """Closes the files; the tail has no use after an orderly end."""

@@ -23,6 +23,7 @@ END_WAIT = 10.0  # seconds that the end of a process waits for a thread that is 
 DEVICE_WAIT = 2.0  # seconds that the end of the process waits for timing events to complete
 BATCH = 128 * ev.WIDTH  # integers formatted at a time: about 0.15 ms of the GIL
 PAUSE = 0.0005  # seconds between batches
+COUNTED = 1024 * ev.WIDTH  # integers added up at a time: where steps are alike, about 0.15 ms of the GIL too
 ANNOUNCEMENTS = 64  # collectives of a process that are put on disk before they are entered although nobody asked for it
 TAIL_EVENTS = 4096  # newest events of a running step that are kept on disk when its detail is not wanted
 FULL_STEPS = 10
@@ -148,12 +149,11 @@ class Drain:
             finished = ring.take()
         self._write_spans()
         self._write_coverage()
-        for step in finished:
-            self._finish(step, pause)
+        self._finish(finished, pause)
         self._write_device_times(pause)
         now = time.monotonic()
         for step in list(ring.running.values()):
-            self._count(step, pause)
+            self._count(step, pause, running=True)
             if self.wanted(step):
                 self._write(step, pause)
             elif now - self._last_tail >= HEARTBEAT and step.records:
@@ -173,22 +173,36 @@ class Drain:
                     assert session.writer is not None
                     session.writer.write(line)
 
-    def _finish(self, step: StepRecords, pause: float) -> None:
-        if not step.records:
-            return
-        if self.wanted(step):
-            self._write(step, pause)
-        self._count(step, pause)
-        comm = self._totals[step.model].take()
+    def _finish(self, finished: list[StepRecords], pause: float) -> None:
+        """Writes ``finished`` steps: the events of those that are wanted, and a line for each. Lines go out together: each
+        write gives up the GIL, which training then has to hand back."""
         writer = self._session.writer
         assert writer is not None
-        with self.lock:
-            line = step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut, comm)
-            self._write_models()
-            writer.write(line)
+        lines: list[str] = []
+        for step in finished:
+            if not step.records:
+                continue
+            if self.wanted(step):
+                self._put(lines)
+                self._write(step, pause)
+            self._count(step, pause)
+            comm = self._totals[step.model].take()
+            with self.lock:
+                lines.append(step_line(self._session.formatter, step.records, step.step, step.dropped, step.cut, comm))
             step.written = len(step.records)
-            if writer._tail_fd >= 0:
-                writer.write_tail("")
+        self._put(lines)
+        if finished:
+            with self.lock:
+                writer.empty_tail()
+
+    def _put(self, lines: list[str]) -> None:
+        """Writes ``lines`` and empties the list."""
+        writer = self._session.writer
+        if lines and writer is not None:
+            with self.lock:
+                self._write_models()
+                writer.write("".join(lines))
+            lines.clear()
 
     def _write_models(self) -> None:
         """The lines of models that appeared since, for they come before their events; the caller holds the lock."""
@@ -222,8 +236,9 @@ class Drain:
             if pause:
                 time.sleep(pause)
 
-    def _count(self, step: StepRecords, pause: float) -> None:
-        """Adds up what of ``step`` has not been."""
+    def _count(self, step: StepRecords, pause: float, running: bool = False) -> None:
+        """Adds up what of ``step`` has not been; of one that is ``running`` whole batches only, so that steps that are alike
+        are cut alike, and most are looked at once."""
         totals = self._totals.get(step.model)
         if totals is None:
             totals = self._totals[step.model] = Totals()
@@ -231,12 +246,13 @@ class Drain:
         while True:
             with self._session.ring.lock:
                 start = max(0, step.counted - step.base)
-                chunk = step.records[start : start + BATCH]
-                step.counted = step.base + start + len(chunk)
-            if not chunk:
-                return
-            totals.feed(chunk)
-            if pause:
+                if len(step.records) - start < (COUNTED if running else 1):
+                    return
+                chunk = step.records[start : start + COUNTED]
+                place = step.base + start
+                step.counted = place + len(chunk)
+            totals.feed(chunk, place)
+            if pause and step.counted < step.base + len(step.records):
                 time.sleep(pause)
 
     def _write_spans(self) -> None:
@@ -346,8 +362,7 @@ class Drain:
             with session.ring.lock:
                 finished = session.ring.take()
             self._write_spans()
-            for step in finished:
-                self._finish(step, 0.0)
+            self._finish(finished, 0.0)
             for step in session.ring.running.values():
                 if all_detail or self.wanted(step):
                     self._write(step, 0.0)

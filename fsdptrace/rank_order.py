@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import compress
 from typing import Any, Final
 
 from fsdptrace import events as ev
@@ -59,7 +60,7 @@ START: Final = Item("start", "", "")
 
 def positions(count: int) -> list[int]:
     """Where the checksum of ``count`` collectives is kept: the last ones, then two multiples of each power of two."""
-    out = [max(0, count - back) for back in range(LAST)]
+    out = list(range(count, count - LAST, -1)) if count >= LAST else [max(0, count - back) for back in range(LAST)]
     for scale in range(1, count.bit_length()):
         newest = count >> scale << scale
         out += (newest, max(0, newest - (1 << scale)))
@@ -135,6 +136,7 @@ class Order:
         self._table: list[Item] = [NAMELESS, START]
         self._digests: list[bytes] = [NAMELESS.digest, START.digest]
         self._numbers: dict[tuple[int, int, int, int], int] = {}
+        self._issued: dict[int, dict[tuple[int, ...], tuple[str, int]]] = {}  # by model: process group and number, as found
         self._maps: dict[int, ModelMap] = {}
         self._models: dict[str, list[int]] = {}
 
@@ -144,6 +146,7 @@ class Order:
         with self.lock:
             if self._maps.get(model.model) != model:
                 self._maps[model.model] = model
+                self._issued.pop(model.model, None)
                 self._numbers = {key: number for key, number in self._numbers.items() if key[1] != model.model}
             for name in dict.fromkeys(name for group in model.groups for name in groups_of(group) if name):
                 seen = self._models.setdefault(name, [])
@@ -158,23 +161,27 @@ class Order:
 
     def take(self, model: int, step: int, records: Sequence[int], kinds: Sequence[int]) -> None:
         """Adds the collectives among ``records`` of ``model``; ``kinds`` are their kinds."""
+        mask = list(map(COLLECTIVES.__contains__, kinds))
+        columns = (compress(records[at :: ev.WIDTH], mask) for at in (ev.KIND, ev.GROUP, ev.A + 1, ev.A + 4))
         found: dict[str, tuple[list[int], list[int]]] = {}
         with self.lock:
-            for i, kind in enumerate(kinds):
-                if kind in COLLECTIVES:
-                    at = i * ev.WIDTH
-                    name, number = self._number(
-                        kind, model, records[at + ev.GROUP], records[at + ev.A + 1], records[at + ev.A + 4]
-                    )
-                    if name:
-                        items, seqs = found.setdefault(name, ([], []))
-                        items.append(number)
-                        seqs.append(records[at + ev.SEQ])
+            known = self._issued.setdefault(model, {})
+            for key, seq in zip(zip(*columns, strict=True), compress(records[ev.SEQ :: ev.WIDTH], mask), strict=True):
+                entry = known.get(key)
+                if entry is None:
+                    entry = known[key] = self._number(model, *key)
+                name, number = entry
+                if name:
+                    items, seqs = found.setdefault(name, ([], []))
+                    items.append(number)
+                    seqs.append(seq)
+            if len(known) > ITEMS:
+                known.clear()
             for name, (items, seqs) in found.items():
                 digests = [self._digests[number] for number in items]
                 self.now[name].extend(items, seqs, [step] * len(items), digests)
 
-    def _number(self, kind: int, model: int, group: int, world: int, last: int) -> tuple[str, int]:
+    def _number(self, model: int, kind: int, group: int, world: int, last: int) -> tuple[str, int]:
         """Process group and number of a collective; no name where none was issued, or not on a group that is compared."""
         known = self._maps.get(model)
         if known is None or world <= 1:

@@ -122,13 +122,23 @@ class Ring:
         del buffer[:count]
         kinds = chunk[KIND::WIDTH]
         contexts = chunk[CONTEXT::WIDTH]
-        low, high = min(contexts) % THREAD_UNIT // MODEL_UNIT, max(contexts) % THREAD_UNIT // MODEL_UNIT
-        single = low == high and max(contexts) < THREAD_UNIT
-        if single and STEP not in kinds:
-            self._add(low, chunk, kinds)
+        low, high = min(contexts), max(contexts)
+        if high < THREAD_UNIT and low // MODEL_UNIT == high // MODEL_UNIT:
+            self._split_steps(low // MODEL_UNIT, chunk, kinds)
         else:
             self._split(chunk, kinds, contexts)
         self._bound()
+
+    def _split_steps(self, model: int, chunk: list[int], kinds: list[int]) -> None:
+        """Records of one model on one thread, the usual case: no look at each."""
+        start = 0
+        for _ in range(kinds.count(STEP)):
+            stop = kinds.index(STEP, start) + 1
+            self._add(model, chunk[start * WIDTH : stop * WIDTH], kinds[start:stop])
+            self._finish(model)
+            start = stop
+        if start < len(kinds):
+            self._add(model, chunk[start * WIDTH :], kinds[start:])
 
     def _split(self, chunk: list[int], kinds: list[int], contexts: list[int]) -> None:
         start = 0
