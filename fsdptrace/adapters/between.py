@@ -9,10 +9,13 @@ by their hooks.
 
 from __future__ import annotations
 
+from itertools import compress, repeat
+from operator import ne
 from typing import TYPE_CHECKING, Any
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.context import BACKWARD_SEQ, Context, clock
+from fsdptrace.adapters.look import held_of
 
 if TYPE_CHECKING:
     from fsdptrace.adapters.group import GroupBase
@@ -58,17 +61,14 @@ class Between:
     def __init__(self, context: Context, groups: list[Any]) -> None:
         self._context = context
         self._groups = groups
-        self._sharded = type(groups[0].group._sharded_state).SHARDED if groups else None
+        self.objects: list[Any] = []  # PyTorch's param groups, while the hooks are on
+        self._nothing = (type(groups[0].group._sharded_state).SHARDED if groups else None, None)
         self.left: list[GroupBase] = []
 
     def leave(self, training: bool) -> None:
         """A pass ends; in ``training``, a forward with grad or a backward."""
-        sharded = self._sharded
-        held = [
-            hooks  # as is_held() has it, without the call: all groups are looked at twice a step
-            for hooks in self._groups
-            if (group := hooks.group)._sharded_state is not sharded or group._all_gather_result is not None
-        ]
+        # As is_held() has it, without a call: all groups are looked at twice a step.
+        held = list(compress(self._groups, map(ne, map(held_of, self.objects), repeat(self._nothing))))
         if training and len(held) > MOST:
             held = []
         earlier, self.left = self.left, held

@@ -34,7 +34,7 @@ from fsdptrace.adapters.describe import Described, Unit
 from fsdptrace.adapters.facts import Facts
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE
 from fsdptrace.adapters.hooks import GroupHooks
-from fsdptrace.adapters.look import flags_of
+from fsdptrace.adapters.look import all_switches_of, flags_of
 from fsdptrace.adapters.parts import PartHooks
 from fsdptrace.adapters.units import Original, UnitHooks, leaves, put_over, take_back
 from fsdptrace.model_map import ModelMap
@@ -58,6 +58,7 @@ class InstalledModel:
         self.between = context.between = Between(context, self.groups)
         self.facts = context.facts = Facts(context, self.groups, self._described)
         self.installed = False
+        self._objects: list[Any] = []  # PyTorch's param groups, while the hooks are on
         self._units = [self._prepare(unit) for unit in self.units]
         self._parts = PartHooks(((unit.modules, unit.groups) for unit in self.units), self.part_failed)
         self._classes = {type(hooks.group) for hooks in self.groups}
@@ -78,6 +79,8 @@ class InstalledModel:
             return
         self.context.reset()
         self.context.numbers.update((id(hooks.group), hooks.id) for hooks in self.groups)
+        self._objects = self.between.objects = [hooks.group for hooks in self.groups]
+        self.context.polled = None
         for hooks in self.groups:
             put_over(hooks.group.__dict__, hooks.wrappers, hooks.others)
         for unit in self._units:
@@ -106,6 +109,7 @@ class InstalledModel:
         """Drops every strong reference to the model; :meth:`take_hold` gets them back as long as it lives."""
         self.remove()
         self.context.roots = []
+        self._objects = self.between.objects = []
         self.context.numbers.clear()
         for hooks in self.groups:
             hooks.let_go()
@@ -146,10 +150,15 @@ class InstalledModel:
     def poll_flags(self, groups: Iterable[int] | None = None) -> None:
         """Records switches of ``groups`` (of all, if not given) that were changed since they were last seen; called when an
         optimizer steps and at a step."""
+        now = list(map(all_switches_of, self._objects))
+        if now == self.context.polled:
+            return
         for hooks in self.groups if groups is None else [self.groups[group] for group in groups]:
             flags = flags_of(hooks.group)
             if flags != hooks.flags:
                 hooks.flags_changed(flags)
+        if groups is None:
+            self.context.polled = now
 
     # -- making the hooks ----------------------------------------------------------------------------------------------
     def _prepare(self, unit: Unit) -> UnitHooks:

@@ -11,6 +11,7 @@ from fsdptrace import events as ev
 from fsdptrace.adapters.between import LOAD, Look, is_held, version_of
 from fsdptrace.adapters.compat import release_of
 from fsdptrace.adapters.context import TOP, Context, clock
+from fsdptrace.adapters.look import switches_of
 from fsdptrace.model_map import GroupInfo, usual_flags
 
 Wrapper = Callable[..., Any]
@@ -35,7 +36,7 @@ class GroupBase:
         id, info: number and static picture of the group.
         bytes: unsharded bytes of its last gather; ``known`` these and the dtype once measured, ``reduced`` what is known of a
             reduction with all gradients: size, dtype, operator, divide factor, and ``leaves`` the unsharded parameters then.
-        flags: its switches as last seen.
+        flags: its switches as last seen; ``switches`` those of them that a backward uses, as PyTorch has them.
         announced: sets of parameters whose partial reduction was put on disk beforehand.
         others: what somebody else had put on the instance before us, by name.
         left: what shards and copies were like when a pass left the group gathered, ``None`` when none did; ``versions`` the
@@ -49,6 +50,7 @@ class GroupBase:
         self.id = info.id
         self.bytes = info.bytes
         self.flags = usual_flags(info)
+        self.switches: tuple[Any, ...] = ()
         self.known: list[int] = []
         self.reduced: list[Any] = []
         self.announced: set[int] = set()
@@ -106,6 +108,7 @@ class GroupBase:
         c = self.context
         now = clock()
         changed, self.flags = flags ^ self.flags, flags
+        self.switches, c.polled = switches_of(self.group), None
         for bit in range(len(ev.FLAGS) - 1):
             if changed >> bit & 1:
                 c.emit(ev.FLAG, next(c.ids), now, now, self.id, parent or c.shared[TOP], bit, flags >> bit & 1)

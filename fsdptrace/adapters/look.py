@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -9,6 +11,17 @@ import torch
 from fsdptrace import events as ev
 from fsdptrace.adapters.describe import dtype_name
 from fsdptrace.model_map import GroupInfo
+
+# Functions of the C library of Python where the hot path looks at many objects: a look is then no bytecode of ours.
+switches_of = attrgetter("reduce_grads", "all_reduce_grads", "reshard_after_backward", "unshard_in_backward")
+"""The switches that a backward uses, as a tuple."""
+all_switches_of = attrgetter(
+    "reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info", "unshard_in_backward"
+)
+held_of = attrgetter("_sharded_state", "_all_gather_result")
+"""Whether something gathered is there: see :func:`fsdptrace.adapters.between.is_held`."""
+grad_of = attrgetter("grad")
+is_none = partial(is_, None)
 
 
 def dtype_number(dtype: torch.dtype) -> int:

@@ -26,9 +26,12 @@ from fsdptrace.adapters.look import (
     count_gradients,
     dtype_number,
     flags_of,
+    grad_of,
     gradients_there,
+    is_none,
     leaves_of,
     reduce_op,
+    switches_of,
     unhooked_inputs,
 )  # fmt: skip
 
@@ -174,13 +177,12 @@ class Passes(GroupBase):
             before = group._training_state._value_
             # The usual case first: every parameter has its gradient. What was accumulated elsewhere, and who has none, is
             # looked for only when one is missing.
-            for leaf in leaves:
-                if leaf.grad is None:
-                    grads = count_gradients(params)
-                    break
+            if not leaves or any(map(is_none, map(grad_of, leaves))):
+                grads = count_gradients(params)
             else:
-                grads = len(leaves) or count_gradients(params)
-            reduces = group.reduce_grads
+                grads = len(leaves)
+            switches = switches_of(group)
+            reduces = switches[0]
             if grads and reduces:
                 shared[ENTERED] = entered
                 if grads != trainable:
@@ -200,14 +202,11 @@ class Passes(GroupBase):
             shared[PARENT] = outer
             shared[ENTERED] = 0
             try:
-                flags = (  # as flags_of() has it, without what was used in the forward
-                    (1 if reduces else 0)
-                    | (2 if group.all_reduce_grads else 0)
-                    | (4 if group.reshard_after_backward else 0)
-                    | (16 if group.unshard_in_backward else 0)
-                )
-                if flags != self.flags & BACKWARD_FLAGS:
-                    self.flags_changed(flags | self.flags & ~BACKWARD_FLAGS, seq)
+                if switches != self.switches:  # those used here: not reshard_after_forward
+                    self.switches = switches
+                    flags = flags_of(group) & BACKWARD_FLAGS | self.flags & ~BACKWARD_FLAGS
+                    if flags != self.flags:
+                        self.flags_changed(flags, seq)
                 context = shared[CONTEXT]
                 number = all_reduce = 0
                 if not reduces:
@@ -219,7 +218,7 @@ class Passes(GroupBase):
                     append((10, number, t0, t1, gid, seq, context, size, world, dtype, grads, op))
                     scattered(number, gid, context, size, world, dtype, grads, op)
                 elif grads or getattr(group, "reduce_scatter_unused_params", False):
-                    number, all_reduce = self._reductions(seq, t0, t1, grads, flags)
+                    number, all_reduce = self._reductions(seq, t0, t1, grads)
                 if timing is not None and timing.on:
                     timing.after_reduction(group.comm_ctx, gid, number, all_reduce)
                     if timing.memory_on:
@@ -252,7 +251,7 @@ class Passes(GroupBase):
                 raise
             c.owner.fault(error)
 
-    def _reductions(self, parent: int, t0: int, t1: int, grads: int, flags: int) -> tuple[int, int]:
+    def _reductions(self, parent: int, t0: int, t1: int, grads: int) -> tuple[int, int]:
         """Records the reduce-scatter and the all-reduce that the post-backward ``parent`` issued; their ``seq``, or 0."""
         info, group, c = self.info, self.group, self.context
         buffer = last_reduce_scatter_input(group.comm_ctx)
@@ -272,7 +271,7 @@ class Passes(GroupBase):
         if info.world > 1:
             scatter = next(c.ids)
             c.emit(ev.REDUCE_SCATTER, scatter, t0, t1, self.id, parent, size, info.world, dtype, grads, op)
-        if info.replicate_world > 1 and flags & 2:
+        if info.replicate_world > 1 and group.all_reduce_grads:
             state = group._all_reduce_state
             total = size // info.world
             if state is not None:

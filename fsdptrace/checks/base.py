@@ -84,7 +84,8 @@ Report = Callable[[Violation], None]
 
 
 class Rule:
-    """Base of all rules. A rule has one method per kind of event that it reads, named as the kind.
+    """Base of all rules. A rule has one method per kind of event that it reads, named as the kind. What comes with nearly every
+    gather, forward and backward it is told by the tracker instead, when there is something to it (``Tracker.told``).
 
     Methods take ``(seq, group, context, a, b, c, d, e)``: the integers of the event (see
     :data:`fsdptrace.events.SPECS` for what ``a`` to ``e`` are). The tracker has seen the event before the rule does.

@@ -29,7 +29,7 @@ class CommDtype(Rule):
     cost: ClassVar[str] = "one comparison per gather and per reduction"
 
     def configure(self, options: Any) -> None:
-        self.tracker.on_other_dtype = self._gathered
+        self.tracker.told.other_dtype = self._gathered
         groups = self.tracker.map.groups
         # What a reduction must have, 0 where the policy names none.
         self._reduced = [ev.DTYPE_NUMBER.get(group.named_reduce_dtype, 0) for group in groups]

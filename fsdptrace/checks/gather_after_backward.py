@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
@@ -41,31 +41,32 @@ class GatherAfterBackward(Rule):
     )
     cost: ClassVar[str] = "one comparison per unshard"
 
-    def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        # e: packed how. Zero is the group's own hook, which uses what it gathers; a no-op gathers nothing.
-        if e < 4 or e % 4 or context % 4 not in _BACKWARD_PASSES:
+    def configure(self, options: Any) -> None:
+        self.tracker.told.late_gather = self._gathered
+
+    def _gathered(self, seq: int, state: GroupState, context: int, how: int) -> None:
+        # Zero is the group's own hook, which uses what it gathers.
+        if how < 4 or context % 4 not in _BACKWARD_PASSES:
             return
         tracker = self.tracker
-        state = tracker.groups[group]
-        if not tracker.in_backward or not tracker.is_over(state):
-            return
-        _, direction, mode = ev.unpack_how(e)
+        issuer = state.opened_by
+        _, direction, mode = ev.unpack_how(how)
         state.blamed = seq
-        stale_order = tracker.by_leftover(d, e, group)
+        stale_order = tracker.by_leftover(issuer, how, state.id)
         held = [g for g in tracker.past_backward() if g.opened > g.over and not g.open]
         total = sum(g.bytes for g in held)
-        who = tracker.asked_by(e, d)
+        who = tracker.asked_by(how, issuer)
         message = (
-            f"{who} gathered {state.name} ({size(a)}) at event {seq}, after its backward was over (event {state.over}). "
+            f"{who} gathered {state.name} ({size(state.bytes)}) at event {seq}, after its backward was over (event {state.over}). "
             "Nobody will use it before the parameters change; it stays until this backward ends."
         )
         if len(held) > 1:
             message += f" {count(len(held), 'unit')}, {size(total)}, are held that way now."
         self.report(
             Violation(
-                self.name, "info" if stale_order else self.severity, tracker.map.model, group, state.fqn,
-                tracker.step_number, message[0].upper() + message[1:], self._hint(state, d, mode, direction, stale_order),
-                (state.over, seq), a, f"{mode} {direction} {d}",
+                self.name, "info" if stale_order else self.severity, tracker.map.model, state.id, state.fqn,
+                tracker.step_number, message[0].upper() + message[1:], self._hint(state, issuer, mode, direction, stale_order),
+                (state.over, seq), state.bytes, f"{mode} {direction} {issuer}",
             )
         )  # fmt: skip
 

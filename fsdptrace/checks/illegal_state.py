@@ -47,29 +47,21 @@ class IllegalState(Rule):
         legal: Mapping[str, Mapping[bool, frozenset[int]]] = options["legal"]
         every = frozenset(range(5))
         # By hook and pass: a lookup per event, no more.
-        self._legal = {
-            hook: tuple(legal.get(hook, {}).get(pass_ in _BACKWARD_PASSES, every) for pass_ in range(4))
-            for hook in ("pre_forward", "post_forward", "pre_backward", "post_backward")
-        }
-        self._pre_forward = self._legal["pre_forward"]
+        told = self.tracker.told
+        told.before_forward, told.after_forward, told.before_backward = (
+            tuple(legal.get(hook, {}).get(pass_ in _BACKWARD_PASSES, every) for pass_ in range(4))
+            for hook in ("pre_forward", "post_forward", "pre_backward")
+        )
+        told.odd_forward, told.odd_order = self._odd_forward, self._say_order
         # A grouped unit of which only a part ran (chunked losses) has no pre-backward, hence no final callback that sets it back.
         self._grouped = {group.id for group in self.tracker.map.groups if len(group.modules) > 1}
-        self._post_forward = self._legal["post_forward"]
-        self._pre_backward = self._legal["pre_backward"]
 
-    def pre_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if not self.tracker.groups[group].open and b != 4:
-            self._say_closed(seq, group, context)
-        if a not in self._pre_forward[context % 4] and not (a == _POST_BACKWARD and group in self._grouped):
-            self._say_order("pre_forward", seq, group, context, a)
-
-    def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if a not in self._post_forward[context % 4]:
-            self._say_order("post_forward", seq, group, context, a)
-
-    def pre_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if a not in self._pre_backward[context % 4]:
-            self._say_order("pre_backward", seq, group, context, a)
+    def _odd_forward(self, seq: int, state: GroupState, context: int, before: int, after: int) -> None:
+        if not state.open and after != 4:
+            self._say_closed(seq, state, context)
+        legal = self.tracker.told.before_forward[context % 4]
+        if before not in legal and not (before == _POST_BACKWARD and state.id in self._grouped):
+            self._say_order("pre_forward", seq, state, context, before)
 
     def exception(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if c != _FREED:
@@ -112,13 +104,12 @@ class IllegalState(Rule):
             )
         )  # fmt: skip
 
-    def _say_order(self, hook: str, seq: int, group: int, context: int, before: int) -> None:
+    def _say_order(self, hook: str, seq: int, state: GroupState, context: int, before: int) -> None:
         tracker = self.tracker
-        state = tracker.groups[group]
         where = ev.PASSES[context % 4]
         self.report(
             Violation(
-                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
                 f"the {hook} hook of {state.name} (event {seq}, in the {where}) found it in state "
                 f"{ev.TRAINING_STATES[before]}: an earlier pass was left half way, or a hook was called out of order.",
                 f"{after_an_exception(self)} Without one: look for code that calls or wraps hooks of {state.name}.",
@@ -126,16 +117,15 @@ class IllegalState(Rule):
             )
         )  # fmt: skip
 
-    def _say_closed(self, seq: int, group: int, context: int) -> None:
+    def _say_closed(self, seq: int, state: GroupState, context: int) -> None:
         tracker = self.tracker
-        state = tracker.groups[group]
         recompute = context % 4 == ev.PASS_RECOMPUTE
         what = "the recomputation of" if recompute else "a forward of"
         evidence = (state.freed, seq) if state.freed else (seq,)
         freed = f", freed at event {state.freed}," if state.freed else ""
         self.report(
             Violation(
-                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
                 f"{what} {state.name} computes at event {seq} while its parameters are not gathered{freed} and its pre-forward "
                 "left them so.",
                 self._open_again(state.name) if recompute else self._gathered_by_nobody(state.name), evidence, 0, "closed",

@@ -41,13 +41,13 @@ class LateReshard(Rule):
     def configure(self, options: Any) -> None:
         self._late: list[tuple[GroupState, int]] = []
         self._roots: set[int] = set()
+        self.tracker.told.late_reduction = self._reduced
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self._roots.update(self.tracker.map.units[a].groups)
 
-    def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        state = self.tracker.groups[group]
-        if state.late and d and group not in self._roots and state.fqn and state.input_grad in (_HIDDEN, _RAW):
+    def _reduced(self, seq: int, state: GroupState) -> None:
+        if state.id not in self._roots and state.fqn and state.input_grad in (_HIDDEN, _RAW):
             self._late.append((state, seq))
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
@@ -41,11 +41,11 @@ class LostPreBackward(Rule):
     )
     cost: ClassVar[str] = "one comparison per post-backward"
 
-    def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        state = self.tracker.groups[group]
-        if not d or state.touched or context % 4 not in _BACKWARD_PASSES:
-            return
-        grouped = len(self.tracker.map.groups[group].modules) > 1
+    def configure(self, options: Any) -> None:
+        self.tracker.told.lost_gradient = self._lost_gradient
+
+    def _lost_gradient(self, seq: int, state: GroupState) -> None:
+        grouped = len(self.tracker.map.groups[state.id].modules) > 1
         was_open = state.open or state.freed > seq
         if was_open or grouped or not state.uses:
             return

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.text import size
-from fsdptrace.checks.tracker import RESHARD_AFTER_FORWARD
+from fsdptrace.checks.tracker import GroupState
 
 
 class PolicyIgnored(Rule):
@@ -36,17 +36,16 @@ class PolicyIgnored(Rule):
 
     def configure(self, options: Any) -> None:
         self._suspects: list[tuple[int, int, bool]] = []
+        self.tracker.told.other_policy = self._suspect
 
-    def post_forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if context % 4 != ev.PASS_FORWARD or a != 1:
+    def _suspect(self, seq: int, state: GroupState, context: int) -> None:
+        if context % 4 != ev.PASS_FORWARD:
             return
-        state = self.tracker.groups[group]
-        wants = bool(state.flags & RESHARD_AFTER_FORWARD)
-        if wants and state.open:
+        if state.open:
             if state.opened_how // ev.MODE_UNIT != 3:
-                self._suspects.append((group, seq, True))
-        elif not wants and not state.open and state.freed > seq and not state.freed_cause:
-            self._suspects.append((group, seq, False))
+                self._suspects.append((state.id, seq, True))
+        elif state.freed > seq and not state.freed_cause:
+            self._suspects.append((state.id, seq, False))
 
     def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         suspects, self._suspects = self._suspects, []

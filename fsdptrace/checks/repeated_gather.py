@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, ClassVar
 
 from fsdptrace import events as ev
@@ -10,6 +11,8 @@ from fsdptrace.checks.text import count, size
 
 _MANUAL = ev.MODES.index("manual")
 _USUAL = 2  # one for a forward, one for its backward
+_FORWARD = -2  # in Tracker.gathers
+_MANY = 30_000  # integers in it that are looked at before the step ends
 
 
 class RepeatedGather(Rule):
@@ -45,20 +48,43 @@ class RepeatedGather(Rule):
         self._last = -1
         self._worst: dict[int, tuple[list[int], int]] = {}
         self._covered: set[int] = set()
+        self._forwards: Counter[int] = Counter()  # outermost forwards in the step, by unit
+        self._long = False  # a part of the step was looked at before it ended
 
-    def unshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        # e is 0 for a gather by the group's own hook, which is used at once. A prefetch may be for nothing.
+    def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._forwards[a] += 1
+        gathers = self.tracker.gathers
+        gathers += (seq, a, _FORWARD)
+        if len(gathers) > _MANY:
+            self._long = True
+            self._replay()
+
+    def _replay(self) -> None:
+        """What was noted of the step, in order. Only in a step in which a unit was called by itself again, beside another one,
+        is there anything to find."""
+        gathers = self.tracker.gathers
+        if self._long or (len(self._forwards) > 1 and max(self._forwards.values()) > 1):
+            for seq, number, how in zip(*[iter(gathers)] * 3, strict=True):
+                if how == _FORWARD:
+                    self._called(number)
+                elif how >= 0:
+                    self._gathered(seq, number, how)
+                elif number == self._last:  # its shards changed: what is gathered from now on is new
+                    self._close()
+        gathers.clear()
+
+    def _gathered(self, seq: int, group: int, how: int) -> None:
+        # 0 is a gather by the group's own hook, which is used at once. A prefetch may be for nothing.
         if group != self._last:
-            if e:
+            if how:
                 return
             self._close()
             self._last = group
-        if not e % 4:
-            self._run.append(seq)
-            self._by_hand += e // ev.MODE_UNIT == _MANUAL
+        self._run.append(seq)
+        self._by_hand += how // ev.MODE_UNIT == _MANUAL
 
-    def forward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        unit = self.tracker.map.units[a]
+    def _called(self, number: int) -> None:
+        unit = self.tracker.map.units[number]
         own = set(unit.groups)
         if self._last in own:
             self._calls += 1
@@ -67,11 +93,10 @@ class RepeatedGather(Rule):
             prefix = f"{unit.fqn}." if unit.fqn else ""
             self._covered.update(g.id for g in self.tracker.map.groups if g.fqn.startswith(prefix) and g.id not in own)
 
-    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if group == self._last:  # what is gathered from now on is new
-            self._close()
-
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        self._replay()
+        self._forwards.clear()
+        self._long = False
         self._close()
         for number, (gathers, calls) in self._worst.items():
             if number in self._covered:

@@ -52,7 +52,7 @@ class StaleWeights(Rule):
     cost: ClassVar[str] = "one comparison per forward of a unit; a look at what a pass left gathered"
 
     def configure(self, options: Any) -> None:
-        self.tracker.on_stale_use = self._used
+        self.tracker.told.stale_use = self._used
 
     def _used(self, seq: int, group: int, context: int) -> None:
         tracker = self.tracker

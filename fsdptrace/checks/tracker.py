@@ -6,7 +6,8 @@ online or from a file, and knows nothing but events and the model map.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fsdptrace import events as ev
 from fsdptrace.checks.regions import RegionTracker
@@ -14,6 +15,7 @@ from fsdptrace.model_map import ModelMap, show_name, usual_flags
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 _IMPLICIT = ev.MODES.index("implicit")
+_MANY_GATHERS = 60_000  # integers in Tracker.gathers
 
 
 class GroupState:
@@ -132,6 +134,45 @@ class GroupState:
         return show_name(self.fqn)
 
 
+_EVERY = (frozenset(range(5)),) * 4
+
+
+def _nobody(*_: Any) -> None:
+    pass
+
+
+class Told:
+    """What rules are told of instead of looking at every gather, forward and backward themselves, which is what training would
+    pay for. The tracker calls; nobody listens until a rule puts a function of its own in the place.
+
+    Attributes:
+        other_dtype: ``(seq, group, dtype)``: a gather has another dtype than the model map says.
+        late_gather: ``(seq, state, context, how)``: in a backward a group was gathered that has no use to come in it.
+        freed_unused: ``(seq, state, cause)``: a copy was freed that nothing had computed with.
+        stale_use: ``(seq, group, context)``: a forward uses a copy that is older than its shards.
+        odd_forward: ``(seq, state, context, before, after)``: a pre-forward found the group closed, or in a training state that
+            is not in ``before_forward`` of the pass.
+        odd_order: ``(hook, seq, state, context, before)``: so did another hook, by ``after_forward`` and ``before_backward``.
+        other_policy: ``(seq, state, context)``: after a forward it is open or closed against its reshard_after_forward.
+        late_reduction: ``(seq, state)``: its post-backward, with gradients, ran in the root's final callback.
+        lost_gradient: ``(seq, state)``: so did one without a pre-backward before it.
+    """
+
+    def __init__(self) -> None:
+        self.other_dtype: Callable[[int, int, int], None] = _nobody
+        self.late_gather: Callable[[int, GroupState, int, int], None] = _nobody
+        self.freed_unused: Callable[[int, GroupState, int], None] = _nobody
+        self.stale_use: Callable[[int, int, int], None] = _nobody
+        self.odd_forward: Callable[[int, GroupState, int, int, int], None] = _nobody
+        self.odd_order: Callable[[str, int, GroupState, int, int], None] = _nobody
+        self.other_policy: Callable[[int, GroupState, int], None] = _nobody
+        self.late_reduction: Callable[[int, GroupState], None] = _nobody
+        self.lost_gradient: Callable[[int, GroupState], None] = _nobody
+        self.before_forward: Sequence[frozenset[int]] = _EVERY
+        self.after_forward: Sequence[frozenset[int]] = _EVERY
+        self.before_backward: Sequence[frozenset[int]] = _EVERY
+
+
 class Tracker:
     """State of one model. The methods named after kinds take an event's integers.
 
@@ -152,9 +193,9 @@ class Tracker:
         regions: checkpointed regions.
         texts: the strings that events refer to.
         order: groups in the order in which the last forward with grad ran them, each time that it did.
-        on_stale_use: called with ``(seq, group, context)`` when a forward uses a copy that is older than its shards; here and not
-            in a handler of the rule's, which every pre-forward would pay for. ``on_other_dtype`` likewise with ``(seq, group,
-            dtype)`` when a gather has another dtype than the model map says.
+        gathers: of the running step, flat: ``seq``, group and packed how of each gather, and ``seq``, group and -1 of each change
+            of a group's shards; :class:`~fsdptrace.checks.repeated_gather.RepeatedGather` adds forwards, and reads it.
+        told: what the rules want to be told of.
     """
 
     def __init__(self, model_map: ModelMap, release: tuple[int, int] = (2, 13), texts: ev.Texts | None = None) -> None:
@@ -162,8 +203,8 @@ class Tracker:
         self.release = release
         self.texts = texts or ev.Texts()
         self.regions = RegionTracker(frozenset(group.id for group in model_map.groups if len(group.modules) > 1))
-        self.on_stale_use: Callable[[int, int, int], None] | None = None
-        self.on_other_dtype: Callable[[int, int, int], None] | None = None
+        self.told = Told()
+        self.gathers: list[int] = []
         self._dtypes = [ev.DTYPE_NUMBER.get(group.dtype, 0) for group in model_map.groups]
         self.order: list[int] = []
         self._order: list[int] = []
@@ -231,8 +272,9 @@ class Tracker:
         state.opened_step = self.step_number
         state.used = False
         state.closed_by = 0
-        if c != self._dtypes[group] and self.on_other_dtype is not None:
-            self.on_other_dtype(seq, group, c)
+        self.gathers += (seq, group, e)
+        if c != self._dtypes[group]:
+            self.told.other_dtype(seq, group, c)
         if not state.smaller:
             state.gathered = seq
             state.gathered_step = self.step_number
@@ -242,6 +284,7 @@ class Tracker:
         # As is_over() has it, without the call: this runs for every gather.
         if state.over_in == self.backward_number and self.in_backward and not state.uses and not state.paused:
             self._lies_past(state)
+            self.told.late_gather(seq, state, context, e)
 
     def wait(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.regions.runs += (seq, ~group)
@@ -262,6 +305,8 @@ class Tracker:
             self.held -= state.bytes
         if context % 4 == ev.PASS_RECOMPUTE and not b and state.training == 1:
             state.rejoined = True
+        if not state.used and a:
+            self.told.freed_unused(seq, state, c)
 
     def discard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
@@ -280,12 +325,14 @@ class Tracker:
         if state.past:  # used after all
             self.past -= state.past
             state.past = 0
+        if not state.open or a not in self.told.before_forward[context % 4]:
+            self.told.odd_forward(seq, state, context, a, b)
         if a == 1:  # a further module of a grouped unit
             return
         if d == 1 and c != 3:
             state.input_grad = c
-        if state.changed > state.gathered and context % 4 != ev.PASS_RECOMPUTE and self.on_stale_use is not None:
-            self.on_stale_use(seq, group, context)
+        if state.changed > state.gathered and context % 4 != ev.PASS_RECOMPUTE:
+            self.told.stale_use(seq, group, context)
         if context % 4 == ev.PASS_RECOMPUTE:
             if d == 1 and state.paused and a != 2:
                 state.paused -= 1
@@ -306,8 +353,12 @@ class Tracker:
         if a == 1 and state.open:
             state.closed_by = ev.POST_FORWARD
             state.closed_in_grad = bool(state.uses or recompute)
+        if a not in self.told.after_forward[context % 4]:
+            self.told.odd_order("post_forward", seq, state, context, a)
         if a != 1 or recompute:
             return
+        if state.open is not (state.flags & RESHARD_AFTER_FORWARD == 0):
+            self.told.other_policy(seq, state, context)
         root = self._root_of[group]
         state.began = self._began.setdefault(root, group) == group
         state.previous = self._last.get(root, ev.NONE)
@@ -325,12 +376,21 @@ class Tracker:
         state.training = b
         if state.uses:
             state.uses -= 1
+        if a not in self.told.before_backward[context % 4]:
+            self.told.odd_order("pre_backward", seq, state, context, a)
 
     def post_backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         state = self.groups[group]
         state.training = b
-        state.late = c == 1 and state.touched
         state.grads = d
+        if state.touched:
+            state.late = c == 1
+            if state.late and d:
+                self.told.late_reduction(seq, state)
+        else:
+            state.late = False
+            if d and context % 4 in _BACKWARD_PASSES:
+                self.told.lost_gradient(seq, state)
         if d:  # gradients kept from earlier backwards are among them
             state.held_back = 0 if state.flags & 3 == 3 else seq
             state.held_back_flags = state.flags
@@ -356,6 +416,8 @@ class Tracker:
         if not e and self.map.units[a].sharded:  # its list was empty: nothing of an earlier pass
             for first in self._began.values():
                 self.groups[first].began = False
+        if len(self.gathers) > _MANY_GATHERS:  # nobody reads them
+            self.gathers.clear()
         self._began.clear()
         self._last.clear()
         self.order, self._order = self._order, []
@@ -417,6 +479,7 @@ class Tracker:
         state = self.groups[group]
         state.changed = seq
         state.changed_by = a
+        self.gathers += (seq, group, -1)
 
     def flag(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if group >= 0:
@@ -431,6 +494,7 @@ class Tracker:
     def step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self.step_number += 1
         self.allocated = 0
+        self.gathers.clear()
         self.grown.clear()
         self.past_peak = self.past
         self.peak = self.held

@@ -37,10 +37,10 @@ class UnusedGather(Rule):
 
     def configure(self, options: Any) -> None:
         self._waiting: list[tuple[int, GroupState, int, int, int, bool]] = []
+        self.tracker.told.freed_unused = self._freed
 
-    def reshard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        state = self.tracker.groups[group]
-        if not state.used and a and c not in _BY_HAND_OR_RESET:
+    def _freed(self, seq: int, state: GroupState, cause: int) -> None:
+        if cause not in _BY_HAND_OR_RESET:
             self._say(seq, state, "freed")
 
     def discard(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
