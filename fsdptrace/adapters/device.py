@@ -1,12 +1,13 @@
 """Device time of gathers and reductions: timing events on the streams that FSDP2 uses, around the calls already wrapped.
 
 The training thread records an event (about 2 us each on an H200) and goes on; the drain thread asks with ``query()``
-whether all events of a step have completed and works the times out. Nothing is synchronised, no operator dispatched, no
+whether the last events of a step have completed and works the times out. Nothing is synchronised, no operator dispatched, no
 tensor made, so that selective checkpointing counts the same. One event per step on a stream of its own, on which nothing
 else runs, ties device time to host time (within some 40 us, the time it takes to reach the device).
 
 What is derived rather than recorded: a gather begins when its copy-in is done and the gather before it on the same stream
-has ended; compute waits for it (``exposed``) from when it reaches the wait until the gather's end.
+has ended; compute waits for it (``exposed``) from when it reaches the wait until the gather's end. No event says when compute
+reaches a reduction that had completed before: it cannot wait for that one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ MAX_WAITING = 8
 PATIENCE = 60.0
 """Seconds after which the events of a step that have not completed are given up."""
 POOL = 20_000
-"""Events kept for the next step: about 1,500 param groups' worth."""
+"""Events kept for the next step: about 2,000 param groups' worth."""
+AT_ONCE = 32
+"""Marks worked out before the drain thread lets training have the interpreter."""
 
 
 @dataclass(slots=True)
@@ -72,8 +75,13 @@ class _Step:
     reference: Any
     marks: list[Any]
     events: list[Any]
+    newest: list[Any]  # the last event of each stream: when they have completed, all have
     last: Any
     since: float
+
+
+class _Behind(Exception):
+    """An event has not completed yet."""
 
 
 class Timing:
@@ -98,7 +106,9 @@ class Timing:
         self._pool: list[Any] = []
         self._marks: list[Any] = []
         self._events: list[Any] = []
+        self._newest: dict[int, Any] = {}  # the last event by id of its stream, the current one aside
         self._in_flight: list[int] = []
+        self._scattered: Any = None
         self._reference: Any = None
         self._host = 0
         self._step = 0
@@ -115,6 +125,7 @@ class Timing:
         """The running step is ``number`` from here on."""
         self.on = self.memory_on = False
         self._marks, self._events = [], []
+        self._newest.clear()
         self._in_flight.clear()
         self._open.clear()
         self._step = number
@@ -137,9 +148,10 @@ class Timing:
             return
         self.on = self.memory_on = False
         if self._marks and not self._api.capturing():
-            last = self._record(self._api.current())
+            last = self._record()
+            newest = [last, *self._newest.values()]
             self._waiting.append(
-                _Step(self._step, self._host, self._reference, self._marks, self._events, last, time.monotonic())
+                _Step(self._step, self._host, self._reference, self._marks, self._events, newest, last, time.monotonic())
             )
         else:
             self._pool += self._events
@@ -151,35 +163,42 @@ class Timing:
         self._marks, self._events = [], []
 
     # -- marks ---------------------------------------------------------------------------------------------------------
-    def _record(self, stream: Any) -> Any:
+    def _record(self, *stream: Any) -> Any:
         event = self._pool.pop() if self._pool else self._api.event()
-        event.record(stream)
+        event.record(*stream)  # without a stream: on the current one, found in C++
         self._events.append(event)
         return event
 
     def gather(self, seq: int, gid: int, pass_: int, group: Any, async_op: bool) -> None:
         """A gather was issued by the unshard ``seq`` in ``pass_``."""
         copy_in, gather = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
-        if copy_in is gather or copy_in == gather:
+        if copy_in is gather:
             return  # on the current stream, or asynchronous on one of the process group's own: not to be seen from here
-        self._marks += (GATHER + PASS_UNIT * pass_, seq, gid, self._record(copy_in), self._record(gather))
+        begin, end = self._record(copy_in), self._record(gather)
+        self._marks += (GATHER + PASS_UNIT * pass_, seq, gid, begin, end)
+        self._newest[id(gather)] = end
 
     def wait(self, seq: int, gid: int, pass_: int) -> None:
         """Compute reaches the wait ``seq``."""
-        self._marks += (WAIT + PASS_UNIT * pass_, seq, gid, self._record(self._api.current()), None)
+        self._marks += (WAIT + PASS_UNIT * pass_, seq, gid, self._record(), None)
 
     def before_reduction(self) -> None:
-        """A post-backward begins, in which compute may wait for an earlier reduction."""
-        self._reached = self._record(self._api.current()) if self._in_flight else None
+        """A post-backward begins, in which compute may wait for an earlier reduction, if one is still running."""
+        self._reached = self._record() if self._in_flight and not self._scattered.query() else None
 
     def after_reduction(self, comm_ctx: Any, gid: int, scatter: int, reduce: int) -> None:
         """It has ended; ``scatter`` and ``reduce`` are the ``seq`` of the reduce-scatter and the all-reduce in it, or 0."""
         if scatter:
-            current, stream = self._record(self._api.current()), self._record(comm_ctx.reduce_scatter_stream)
-            self._marks += (REDUCE, scatter, gid, current, stream)
+            stream = comm_ctx.reduce_scatter_stream
+            begin, end = self._record(), self._record(stream)
+            self._marks += (REDUCE, scatter, gid, begin, end)
+            self._newest[id(stream)] = self._scattered = end
             self._in_flight.append(scatter)
             if reduce:
-                self._marks += (ALL_REDUCE, reduce, gid, stream, self._record(comm_ctx.all_reduce_stream))
+                stream = comm_ctx.all_reduce_stream
+                last = self._record(stream)
+                self._marks += (ALL_REDUCE, reduce, gid, end, last)
+                self._newest[id(stream)] = last
         self._settle(comm_ctx)
 
     def before_final(self) -> None:
@@ -206,13 +225,13 @@ class Timing:
         if self._api.capturing():
             self.drop()
             return
-        self._open[seq] = self._record(self._api.current())
+        self._open[seq] = self._record()
 
     def close(self, seq: int, code: int) -> None:
         """It ends; ``code`` is ``FORWARD`` or ``BACKWARD``."""
         begin = self._open.pop(seq, None)
         if begin is not None:
-            self._marks += (code, seq, -1, begin, self._record(self._api.current()))
+            self._marks += (code, seq, -1, begin, self._record())
 
     def memory(self) -> tuple[int, int]:
         """Bytes that the allocator has given out, and bytes that it holds."""
@@ -225,11 +244,17 @@ class Timing:
         while self._waiting:
             step = self._waiting[0]
             late = time.monotonic() - step.since > PATIENCE
-            if not late and not (step.last.query() and all(event.query() for event in step.events)):
+            try:
+                if not late and not all(event.query() for event in step.newest):
+                    break
+                times = _work_out(step, self._api, pause, late)
+                free = [event for event in step.events if not late or event.query()]
+            except _Behind:
                 break
-            times = _work_out(step, self._api, pause)
+            except RuntimeError:  # the device has failed: what it did is not to be had, the rest of the trace is
+                times, free = _nothing(step), []
             if len(self._pool) < POOL:
-                self._pool += [event for event in step.events if not late or event.query()]
+                self._pool += free
             self._waiting.popleft()
             self.results.append(times)
             out.append(times)
@@ -241,16 +266,20 @@ class Timing:
         return len(self._waiting)
 
 
-def _work_out(step: _Step, api: Api, pause: float) -> Times:
+def _nothing(step: _Step) -> Times:
+    return Times(step.number, step.host, missing=len(step.marks) // MARK)
+
+
+def _work_out(step: _Step, api: Api, pause: float, late: bool) -> Times:
+    """Raises :class:`_Behind` where an event has not completed, unless it is too ``late`` to wait for it."""
+    if late and not step.reference.query():
+        return _nothing(step)
     times = Times(step.number, step.host)
-    if not step.reference.query():
-        times.missing = len(step.marks) // MARK
-        return times
-    reader = _Reader(step, api, times)
+    reader = _Reader(step, api, times, late)
     marks = step.marks
     for position in range(0, len(marks), MARK):
         reader.take(*marks[position : position + MARK])
-        if pause and position % (64 * MARK) == 63 * MARK:
+        if pause and position % (AT_ONCE * MARK) == (AT_ONCE - 1) * MARK:
             time.sleep(pause)  # training wants the GIL
     reader.finish()
     end = reader.at(step.last)
@@ -261,8 +290,8 @@ def _work_out(step: _Step, api: Api, pause: float) -> Times:
 class _Reader:
     """Turns the marks of one step into times, in the order in which they were made."""
 
-    def __init__(self, step: _Step, api: Api, times: Times) -> None:
-        self._step, self._api, self._times = step, api, times
+    def __init__(self, step: _Step, api: Api, times: Times, late: bool) -> None:
+        self._step, self._api, self._times, self._late = step, api, times, late
         self._rows: dict[int, list[int]] = {}
         self._about: dict[int, tuple[int, int]] = {}  # code and group, by seq
         self._known: dict[int, int | None] = {}
@@ -273,7 +302,14 @@ class _Reader:
         """When ``event`` completed; ``None`` if it has not."""
         key = id(event)
         if key not in self._known:
-            self._known[key] = self._step.host + self._api.elapsed(self._step.reference, event) if event.query() else None
+            try:
+                self._known[key] = self._step.host + self._api.elapsed(self._step.reference, event)
+            except (RuntimeError, ValueError):
+                if event.query():
+                    raise
+                if not self._late:
+                    raise _Behind from None
+                self._known[key] = None
         return self._known[key]
 
     def take(self, code: int, seq: int, gid: int, one: Any, two: Any) -> None:

@@ -133,7 +133,10 @@ class Gathering(GroupBase):
             seq = next(ids)
             shared[ENTERED] = entered
             if timing is not None and timing.on:
-                self.timed(timing.wait, seq, gid, shared[CONTEXT] % 4)
+                try:
+                    timing.wait(seq, gid, shared[CONTEXT] % 4)
+                except Exception as error:
+                    owner.fault(error)
             try:
                 result = orig(group)
             except BaseException as error:

@@ -88,13 +88,6 @@ class GroupBase:
                 raise
             c.owner.fault(error)
 
-    def timed(self, call: Callable[..., None], *args: Any) -> None:
-        """Records device time before the wrapped method runs, where a fault must not keep it from running."""
-        try:
-            call(*args)
-        except Exception as error:
-            self.context.owner.fault(error)
-
     def sample(self, parent: int) -> None:
         """Records what the allocator holds after the event ``parent``; 10 us, so only in steps with all their detail."""
         c = self.context

@@ -190,7 +190,10 @@ class Passes(GroupBase):
                 if flush is not None:
                     flush(model)
             if timing is not None and timing.on:
-                self.timed(timing.before_reduction)
+                try:
+                    timing.before_reduction()
+                except Exception as error:
+                    owner.fault(error)
             try:
                 result = orig(group, *unused)
             except BaseException as error:

@@ -35,25 +35,28 @@ class Event:
         self._api = api
         self.at = -1
 
-    def record(self, stream: Stream) -> None:
-        self.at = stream.at
+    def record(self, stream: Stream | None = None) -> None:
+        self.at = (self._api.stream if stream is None else stream).at
+        self._api.recorded += 1
 
     def query(self) -> bool:
+        self._api.asked += 1
+        if self._api.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.at <= self._api.reached
 
 
 class Api:
-    """Events complete when ``reached`` has passed the time at which their stream gets to them."""
+    """Events complete when ``reached`` has passed the time at which their stream gets to them: the host is ahead of the device
+    until a test says otherwise."""
 
     def __init__(self) -> None:
         self.stream = Stream()
-        self.reached = 10**12
-        self.made = 0
+        self.reached = -1
+        self.made = self.recorded = self.asked = 0
+        self.broken = False
         self.allocated = 500
         self.in_capture = False
-
-    def current(self) -> Stream:
-        return self.stream
 
     def idle(self) -> Stream:
         return Stream()
@@ -63,6 +66,8 @@ class Api:
         return Event(self)
 
     def elapsed(self, begin: Event, end: Event) -> int:
+        if max(begin.at, end.at) > self.reached or self.broken:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return end.at - begin.at
 
     def capturing(self) -> bool:
@@ -84,6 +89,9 @@ class Comm:
         return (self._api.stream, self._api.stream) if async_op else (self.copy_in, self.gather)
 
 
+ALL = 10**12
+
+
 @pytest.fixture
 def api() -> Api:
     return Api()
@@ -96,7 +104,8 @@ def begun(api: Api, wanted: bool = True) -> Timing:
 
 
 def rows(timing: Timing, api: Api) -> dict[int, tuple[int, int, int]]:
-    """(begin, end, exposed) by seq, with times from the step's begin."""
+    """(begin, end, exposed) by seq, with times from the step's begin, once the device has caught up."""
+    api.reached = ALL
     (times,) = timing.poll()
     return {
         seq: (begin - times.begin, end - times.begin, exposed)
@@ -179,15 +188,67 @@ def test_an_all_reduce_begins_after_its_reduce_scatter(api: Api) -> None:
     assert rows(timing, api) == {30: (10, 60, 0), 31: (60, 200, -1)}
 
 
+def test_a_reduction_that_has_completed_needs_no_event_where_compute_would_wait_for_it(api: Api) -> None:
+    """What is said is the same whether the host sees that the device is done or is far ahead of it."""
+
+    def recorded_when(host_at: tuple[int, int]) -> tuple[int, dict[int, tuple[int, int, int]]]:
+        timing, comm, before = begun(api), Comm(api), api.recorded
+        for seq, (copied, ended, host) in enumerate(((1000, 1600, host_at[0]), (2000, 2300, host_at[1])), 30):
+            api.reached = host
+            timing.before_reduction()
+            api.stream.at, comm.reduce_scatter_stream.at = copied, ended
+            comm.reduce_scatter_states[:] = [seq]
+            timing.after_reduction(comm, 0, seq, 0)
+            api.stream.at += 700  # the next unit's backward
+        timing.end_step()
+        return api.recorded - before, rows(timing, api)
+
+    same = {30: (1000, 1600, 0), 31: (2000, 2300, 0)}
+    assert recorded_when((-1, 1599)) == (2 * 2 + 1 + 1, same)  # two for each, where compute gets to the second, the step's end
+    assert recorded_when((-1, 1600)) == (2 * 2 + 1, same)
+
+
+def test_a_few_events_say_whether_a_step_has_completed(api: Api) -> None:
+    timing, comm = begun(api), Comm(api)
+    for seq in range(100):
+        gather(timing, comm, seq + 1, 0, 10 * seq, 10 * seq + 5)
+    api.stream.at = 2000
+    timing.end_step()
+    api.reached = 2000
+    (times,) = timing.poll()
+    assert (len(times.seqs), api.asked) == (100, 2)  # the last gather and the step's end
+
+
+def test_an_event_on_another_current_stream_is_waited_for_too(api: Api) -> None:
+    timing, comm = begun(api), Comm(api)
+    gather(timing, comm, 10, 0, 100, 400)
+    api.stream.at = 9000
+    timing.wait(20, 0, 1)  # on a side stream of the program's own, which is behind
+    api.stream.at = 500
+    timing.end_step()
+    api.reached = 8999
+    assert timing.poll() == []
+    assert timing.behind == 1
+    assert rows(timing, api) == {10: (100, 400, 0), 20: (9000, 9000, -1)}
+
+
+def test_a_device_that_has_failed_takes_nothing_else_along(api: Api) -> None:
+    timing, comm = begun(api), Comm(api)
+    gather(timing, comm, 10, 0, 100, 400)
+    timing.end_step()
+    api.broken = True
+    (times,) = timing.poll()
+    assert (times.seqs, times.missing, timing.behind) == ([], 1, 0)
+
+
 def test_a_step_is_worked_out_only_when_everything_in_it_has_completed(api: Api) -> None:
     timing, comm = begun(api), Comm(api)
     gather(timing, comm, 10, 0, 100, 400)
     api.stream.at = 500
     timing.end_step()
-    api.reached = 399
+    api.reached = 499  # the gather has ended, compute has not
     assert timing.poll() == []
     assert timing.behind == 1
-    api.reached = 500
     assert rows(timing, api) == {10: (100, 400, 0)}
     assert timing.behind == 0
 
@@ -197,6 +258,7 @@ def test_events_that_never_complete_are_counted(api: Api, monkeypatch: pytest.Mo
     gather(timing, comm, 10, 0, 100, 400)
     gather(timing, comm, 11, 1, 500, 10**13)
     timing.end_step()
+    api.reached = ALL
     assert timing.poll() == []
     monkeypatch.setattr(device, "PATIENCE", -1.0)
     (times,) = timing.poll()
@@ -205,7 +267,6 @@ def test_events_that_never_complete_are_counted(api: Api, monkeypatch: pytest.Mo
 
 def test_a_device_far_behind_makes_steps_be_left_out_not_memory_grow(api: Api) -> None:
     timing, comm = begun(api), Comm(api)
-    api.reached = -1
     for step in range(20):
         gather(timing, comm, step + 1, 0, 100, 400)  # one step is timed more than may wait
         timing.end_step()
@@ -215,6 +276,7 @@ def test_a_device_far_behind_makes_steps_be_left_out_not_memory_grow(api: Api) -
 
 def test_events_are_used_again(api: Api) -> None:
     timing, comm = begun(api), Comm(api)
+    api.reached = ALL
     for step in range(50):
         gather(timing, comm, step + 1, 0, 100, 400)
         timing.end_step()
