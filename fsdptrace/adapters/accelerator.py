@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -37,9 +40,33 @@ class Api(Protocol):
         """Whether the current stream is being captured into a graph, where no timing event may be recorded."""
         ...
 
+    def asking(self) -> AbstractContextManager[None]:
+        """Within it a thread may ask for events while another one captures a graph."""
+        ...
+
     def memory(self) -> tuple[int, int]:
         """Bytes that the allocator has given out, and bytes that it holds."""
         ...
+
+
+class RelaxedCapture:
+    """Within it this thread is exempt from what a capture of a CUDA graph forbids to all threads of the process: to ask for an
+    event, which breaks the capture.
+
+    Args:
+        exchange: the driver's ``cuThreadExchangeStreamCaptureMode``: sets the thread's mode and gives back what it was.
+    """
+
+    def __init__(self, exchange: Callable[[Any], Any]) -> None:
+        self._exchange = exchange
+        self._mode = ctypes.c_int()
+
+    def __enter__(self) -> None:
+        self._mode.value = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+        self._exchange(ctypes.byref(self._mode))
+
+    def __exit__(self, *exception: object) -> None:
+        self._exchange(ctypes.byref(self._mode))
 
 
 class _Accelerator:
@@ -61,6 +88,9 @@ class _Accelerator:
     def capturing(self) -> bool:
         return False
 
+    def asking(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def memory(self) -> tuple[int, int]:
         module = getattr(torch, self._kind)
         return int(module.memory_allocated()), int(module.memory_reserved())
@@ -73,6 +103,11 @@ class _Cuda(_Accelerator):
         super().__init__(device)
         index: int | None = device.index
         self._index = torch.cuda.current_device() if index is None else index
+        self._asking: AbstractContextManager[None] = nullcontext()
+        try:
+            self._asking = RelaxedCapture(ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode)
+        except (OSError, AttributeError):  # ROCm, or a driver that has no graphs
+            pass
 
     def idle(self) -> Any:
         # Streams come from pools in turn, a pool per priority: from this one nobody takes any, so that no other stream
@@ -82,6 +117,9 @@ class _Cuda(_Accelerator):
 
     def capturing(self) -> bool:
         return bool(torch.cuda.is_current_stream_capturing())
+
+    def asking(self) -> AbstractContextManager[None]:
+        return self._asking
 
     def memory(self) -> tuple[int, int]:
         stats = torch._C._cuda_memoryStats(self._index)
@@ -115,6 +153,9 @@ class Host:
 
     def capturing(self) -> bool:
         return False
+
+    def asking(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def memory(self) -> tuple[int, int]:
         return 0, 0

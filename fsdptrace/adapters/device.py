@@ -239,26 +239,35 @@ class Timing:
 
     # -- on the drain thread -------------------------------------------------------------------------------------------
     def poll(self, pause: float = 0.0) -> list[Times]:
-        """Steps whose events have completed since the last call (or will not); never waits for the device."""
+        """Steps whose events have completed since the last call (or will not); never waits for the device. One thread at a
+        time."""
         out = []
         while self._waiting:
-            step = self._waiting[0]
-            late = time.monotonic() - step.since > PATIENCE
-            try:
-                if not late and not all(event.query() for event in step.newest):
-                    break
-                times = _work_out(step, self._api, pause, late)
-                free = [event for event in step.events if not late or event.query()]
-            except _Behind:
+            with self._api.asking():
+                times = self._next(pause)
+            if times is None:
                 break
-            except RuntimeError:  # the device has failed: what it did is not to be had, the rest of the trace is
-                times, free = _nothing(step), []
-            if len(self._pool) < POOL:
-                self._pool += free
             self._waiting.popleft()
             self.results.append(times)
             out.append(times)
         return out
+
+    def _next(self, pause: float) -> Times | None:
+        """What the step that has waited longest did; ``None`` if it has not ended yet."""
+        step = self._waiting[0]
+        late = time.monotonic() - step.since > PATIENCE
+        try:
+            if not late and not all(event.query() for event in step.newest):
+                return None
+            times = _work_out(step, self._api, pause, late)
+            free = [event for event in step.events if not late or event.query()]
+        except _Behind:
+            return None
+        except RuntimeError:  # the device has failed: what it did is not to be had, the rest of the trace is
+            return _nothing(step)
+        if len(self._pool) < POOL:
+            self._pool += free
+        return times
 
     @property
     def behind(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdptrace import events as ev
 from fsdptrace import notes
 from fsdptrace.adapters import device
+from fsdptrace.adapters.accelerator import RelaxedCapture
 from fsdptrace.adapters.device import Timing
 from fsdptrace.checks.base import Violation
 from fsdptrace.checks.engine import Engine
@@ -54,7 +58,7 @@ class Api:
         self.stream = Stream()
         self.reached = -1
         self.made = self.recorded = self.asked = 0
-        self.broken = False
+        self.broken = self.relaxed = False
         self.allocated = 500
         self.in_capture = False
 
@@ -72,6 +76,12 @@ class Api:
 
     def capturing(self) -> bool:
         return self.in_capture
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        self.relaxed = True
+        yield
+        self.relaxed = False
 
     def memory(self) -> tuple[int, int]:
         return self.allocated, 7000
@@ -230,6 +240,30 @@ def test_an_event_on_another_current_stream_is_waited_for_too(api: Api) -> None:
     assert timing.poll() == []
     assert timing.behind == 1
     assert rows(timing, api) == {10: (100, 400, 0), 20: (9000, 9000, -1)}
+
+
+def test_a_thread_that_asks_is_exempt_from_a_capture_as_long_as_it_asks() -> None:
+    mode, seen = ctypes.c_int(0), []  # CU_STREAM_CAPTURE_MODE_GLOBAL
+
+    def exchange(given: Any) -> None:  # as cuThreadExchangeStreamCaptureMode
+        mode.value, given._obj.value = given._obj.value, mode.value
+        seen.append(mode.value)
+
+    with RelaxedCapture(exchange):
+        assert seen == [2]
+    assert seen == [2, 0]
+
+
+def test_events_are_asked_for_in_that_state(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, comm = begun(api), Comm(api)
+    gather(timing, comm, 10, 0, 100, 400)
+    timing.end_step()
+    states: list[bool] = []
+    query, elapsed = Event.query, Api.elapsed
+    monkeypatch.setattr(Event, "query", lambda event: bool(states.append(api.relaxed)) or query(event))
+    monkeypatch.setattr(Api, "elapsed", lambda api, one, two: bool(states.append(api.relaxed)) or elapsed(api, one, two))
+    assert rows(timing, api) == {10: (100, 400, 0)}
+    assert (set(states), api.relaxed) == ({True}, False)
 
 
 def test_a_device_that_has_failed_takes_nothing_else_along(api: Api) -> None:
