@@ -319,6 +319,7 @@ class InstalledModel:
         c = self.context
         shared = c.shared
         source = unit.info.groups[0] if unit.info.groups else ev.NONE
+        reference, others = orig.state, orig.others
 
         def _pre_backward(grad: Any) -> Any:
             if not self.installed:  # a tensor of a recording that has ended
@@ -326,7 +327,10 @@ class InstalledModel:
             if not shared[BACKWARD_SEQ]:
                 c.open_backward()
             shared[SOURCE] = source
-            return orig(grad)
+            state = reference()
+            if state is None or others:
+                return orig(grad)
+            return type(state)._pre_backward(state, grad)  # as Original has it, without its calls
 
         return _pre_backward
 

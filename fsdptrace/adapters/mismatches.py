@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter, methodcaller, mul
 from os.path import basename, dirname
 from typing import Any
 
@@ -18,16 +19,16 @@ _CALL = nn.Module._call_impl.__code__
 _NOT_THEIRS = (dirname(torch.__file__), dirname(dirname(__file__)))
 
 
+_shape, _dtype, _numel, _itemsize = itemgetter("shape"), itemgetter("dtype"), methodcaller("numel"), attrgetter("itemsize")
+
+
 def size_of(metadata: Sequence[Any]) -> int:
     """Bytes of saved tensors by what PyTorch keeps of each (``_default_meta_extractor``, torch/utils/checkpoint.py); -1 where
     it keeps nothing (``determinism_check="none"``)."""
-    total = 0
-    try:
-        for item in metadata:
-            total += item["shape"].numel() * item["dtype"].itemsize
+    try:  # for every tensor of every region: no bytecode of ours for each
+        return sum(map(mul, map(_numel, map(_shape, metadata)), map(_itemsize, map(_dtype, metadata))))
     except (TypeError, KeyError, AttributeError):
         return ev.NONE
-    return total
 
 
 def saved(item: Any) -> repeats.Saved | None:

@@ -21,7 +21,6 @@ from fsdptrace import events as ev
 from fsdptrace.adapters.context import BUSY, CONTEXT, STEPPED, clock
 from fsdptrace.adapters.facts import some, tell
 from fsdptrace.adapters.fsdp import InstalledModel
-from fsdptrace.adapters.group import UNSHARDED
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.adapters.look import count_gradients
 from fsdptrace.adapters.names import names_of
@@ -150,22 +149,24 @@ class OptimizerSteps:
             owned = [model.groups[group] for group in holding.groups]
             holding.hooked = {hooks.id for hooks in owned if any(_hooked(p.sharded_param) for p in hooks.group.fsdp_params)}
         context, groups = model.context, model.groups
+        unsharded = type(groups[0].group._sharded_state).UNSHARDED
         shared = context.shared
         shared[BUSY] = 1
         model.poll_flags(holding.groups)
         seq = next(context.ids)
         # Changes first: what reads the step wants to know what it changed.
         packed, changed = shared[CONTEXT], context.on[ev.PARAM_CHANGE]
+        append, ids, t0, hooked = context.append, context.ids, self._t0, holding.hooked
         for group, tensors in holding.groups.items():
-            number = next(context.ids)
+            number = next(ids)
             hooks = groups[group]
             unreduced = 0
-            if hooks.group._sharded_state._value_ == UNSHARDED:
+            if hooks.group._sharded_state is unsharded:
                 unreduced = count_gradients(hooks.group.fsdp_params)
             if hooks.left is not None:
                 model.between.stepped(hooks)
-            taken = holding.taken(hooks) if holding.hooked else 0
-            context.append((ev.PARAM_CHANGE, number, self._t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
+            taken = holding.taken(hooks) if hooked else 0
+            append((18, number, t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
             changed(number, group, packed, 0, tensors, unreduced, taken, 0)
         for group, index in holding.copies:
             model.between.tell(groups[group], _COPY, index, holding.title, seq)

@@ -7,6 +7,7 @@ default device and, unless told otherwise, random numbers; the rest is whatever 
 from __future__ import annotations
 
 import contextvars
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,8 +52,6 @@ def _readers() -> list[tuple[str, Callable[[], Any]]]:
         ("the autocast cache", torch.is_autocast_cache_enabled),
         *_autocast("cpu"),
         *(_autocast(device) if device != "cpu" else ()),
-        ("torch function modes", _modes("_len_torch_function_stack", "_get_function_stack_at")),
-        ("torch dispatch modes", _modes("_len_torch_dispatch_stack", "_get_dispatch_stack_at")),
     ]  # fmt: skip
     return [(name, reader) for name, reader in readers if reader is not None and _works(reader)]
 
@@ -61,19 +60,9 @@ def _readers() -> list[tuple[str, Callable[[], Any]]]:
 _OWN_MODES = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode", "LoggingTensorMode", "DeviceContext")
 
 
-def _modes(length: str, at: str) -> Callable[[], Any] | None:
-    count, get = getattr(torch._C, length, None), getattr(torch._C, at, None)
-    if count is None or get is None:
-        return None
-
-    def read() -> Any:
-        number = count()
-        if not number:
-            return ""
-        names = (type(get(i)).__name__ for i in range(number))
-        return ", ".join(name for name in names if name not in _OWN_MODES)
-
-    return read
+def _modes(count: Callable[[], int], get: Callable[[int], Any]) -> str:
+    names = (type(get(i)).__name__ for i in range(count()))
+    return ", ".join(name for name in names if name not in _OWN_MODES)
 
 
 def _works(reader: Callable[[], Any]) -> bool:
@@ -84,16 +73,27 @@ def _works(reader: Callable[[], Any]) -> bool:
     return True
 
 
-_known: list[tuple[str, Callable[[], Any]]] = []
+_names: list[str] = []
 _functions: list[Callable[[], Any]] = []
+_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", operator.methodcaller("__call__"))  # Python 3.11
+# How many modes there are; int() is 0, where a release has no such name.
+_function_modes: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", int)
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
 
 
 def read() -> tuple[Any, ...]:
     """The values, for :func:`differences`. Holds no object of the user's."""
-    if not _known:
-        _known[:] = _readers()
-        _functions[:] = [reader for _, reader in _known]
-    return tuple([function() for function in _functions])
+    if not _names:
+        known = _readers()
+        _functions[:] = [reader for _, reader in known]
+        _names[:] = [*(name for name, _ in known), "torch function modes", "torch dispatch modes"]
+    values = map(_call, _functions)  # twice for every region: no bytecode of ours for each
+    if not _function_modes() and not _dispatch_modes():
+        return *values, "", ""
+    c: Any = torch._C
+    return (
+        *values, _modes(_function_modes, c._get_function_stack_at), _modes(_dispatch_modes, c._get_dispatch_stack_at)
+    )  # fmt: skip
 
 
 def read_variables() -> tuple[str | int, ...]:
@@ -108,7 +108,7 @@ def differences(forward: tuple[Any, ...], recompute: tuple[Any, ...]) -> list[tu
     """``(what, value in the forward, value in the recomputation)`` of all that differ."""
     return [
         (name, _show(one), _show(other))
-        for (name, _), one, other in zip(_known, forward, recompute, strict=False)
+        for name, one, other in zip(_names, forward, recompute, strict=False)
         if one != other
     ]  # fmt: skip
 

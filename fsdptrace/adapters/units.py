@@ -101,26 +101,26 @@ class Original:
     Holds the state weakly, since tensors hold our wrappers and with them this.
     """
 
-    __slots__ = ("_name", "_others", "_state")
+    __slots__ = ("_name", "others", "state")
 
     def __init__(self, state: Any, name: str, others: dict[str, Any]) -> None:
-        self._state = ref(state)
+        self.state = ref(state)
         self._name = name
-        self._others = others
+        self.others = others
 
     def __call__(self, *args: Any) -> Any:
         """While ours is in its place."""
-        own = self._others.get(self._name)
+        own = self.others.get(self._name)
         return self._class(*args) if own is None else own(*args)
 
     def later(self, *args: Any) -> Any:
         """When ours has been taken back, and only a tensor of that time still calls it."""
-        state = self._state()
+        state = self.state()
         own = None if state is None else state.__dict__.get(self._name)
         return self._class(*args) if own is None else own(*args)
 
     def _class(self, *args: Any) -> Any:
-        state = self._state()
+        state = self.state()
         if state is None:
             return args[0] if args else None
         return getattr(type(state), self._name)(state, *args)

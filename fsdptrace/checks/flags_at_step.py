@@ -43,13 +43,10 @@ class FlagsAtStep(Rule):
         self._owned: list[int] = []
         self._stepped = False
         self._pending_last = 0
+        self.tracker.told.stepped_switched = lambda state: self._owned.append(state.id)
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self._pending_last = seq if b and not a else 0
-
-    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if a == 0 and self.tracker.groups[group].flags & 7 != 7:
-            self._owned.append(group)
 
     def optimizer_step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         owned, self._owned = self._owned, []

@@ -62,21 +62,19 @@ class MissingReduction(Rule):
     def configure(self, options: Any) -> None:
         self._in_backward: dict[int, int] = {}  # number of the backward in which an optimizer last changed the group
         self._found: dict[str, list[tuple[GroupState, int]]] = {}
+        self.tracker.told.stepped_oddly = self._stepped
 
-    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if a:
-            return
+    def _stepped(self, seq: int, state: GroupState, unreduced: int, taken: int) -> None:
         tracker = self.tracker
-        state = tracker.groups[group]
         if tracker.in_backward:
-            self._in_backward[group] = tracker.backward_number
+            self._in_backward[state.id] = tracker.backward_number
         elif state.held_back:
             sync = bool(state.held_back_flags & SYNC)
-            if not sync or tracker.map.groups[group].replicate_world > 1:
+            if not sync or tracker.map.groups[state.id].replicate_world > 1:
                 self._found.setdefault("all-reduce" if sync else "sync", []).append((state, state.held_back))
-        elif c:
+        elif unreduced:
             self._found.setdefault("copy", []).append((state, state.opened))
-        elif d and state.grads and self._in_backward.get(group) != tracker.backward_number:
+        elif taken and state.grads and self._in_backward.get(state.id) != tracker.backward_number:
             self._found.setdefault("hook", []).append((state, seq))
 
     def optimizer_step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:

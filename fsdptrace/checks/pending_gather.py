@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.text import count, size
+from fsdptrace.checks.tracker import GroupState
 
 
 class PendingGather(Rule):
@@ -33,15 +34,13 @@ class PendingGather(Rule):
 
     def configure(self, options: Any) -> None:
         self._last_backward = True
+        self.tracker.told.changed_pending = self._changed
 
     def backward(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self._last_backward = bool(a) or not b
 
-    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
+    def _changed(self, seq: int, state: GroupState) -> None:
         tracker = self.tracker
-        state = tracker.groups[group]
-        if not state.pending:
-            return
         _, direction, mode = ev.unpack_how(state.opened_how)
         age = tracker.step_number - state.opened_step
         when = f"{count(age, 'step')} ago" if age else "in this step"
@@ -60,7 +59,7 @@ class PendingGather(Rule):
         state.blamed = state.opened
         self.report(
             Violation(
-                self.name, self.severity, tracker.map.model, group, state.fqn, tracker.step_number,
+                self.name, self.severity, tracker.map.model, state.id, state.fqn, tracker.step_number,
                 f"a gather of {state.name} ({size(state.bytes)}) was pending when its parameters changed (event {seq}): "
                 f"{who} issued it at event {state.opened}, {when}, and nobody waited for it. The next use "
                 "will compute with the parameters of before the change.",

@@ -156,6 +156,10 @@ class Told:
         other_policy: ``(seq, state, context)``: after a forward it is open or closed against its reshard_after_forward.
         late_reduction: ``(seq, state)``: its post-backward, with gradients, ran in the root's final callback.
         lost_gradient: ``(seq, state)``: so did one without a pre-backward before it.
+        changed_open: ``(seq, state, cause)``: shards of a group that is open changed. ``changed_pending`` likewise ``(seq, state)``.
+        stepped_oddly: ``(seq, state, unreduced, taken)``: an optimizer changed the group in a backward, or while gradients of it
+            were held back, lay on its copies, or may have been taken by hooks.
+        stepped_switched: ``(state)``: one did while a switch of its backward was off.
     """
 
     def __init__(self) -> None:
@@ -168,6 +172,10 @@ class Told:
         self.other_policy: Callable[[int, GroupState, int], None] = _nobody
         self.late_reduction: Callable[[int, GroupState], None] = _nobody
         self.lost_gradient: Callable[[int, GroupState], None] = _nobody
+        self.changed_open: Callable[[int, GroupState, int], None] = _nobody
+        self.changed_pending: Callable[[int, GroupState], None] = _nobody
+        self.stepped_oddly: Callable[[int, GroupState, int, int], None] = _nobody
+        self.stepped_switched: Callable[[GroupState], None] = _nobody
         self.before_forward: Sequence[frozenset[int]] = _EVERY
         self.after_forward: Sequence[frozenset[int]] = _EVERY
         self.before_backward: Sequence[frozenset[int]] = _EVERY
@@ -480,6 +488,15 @@ class Tracker:
         state.changed = seq
         state.changed_by = a
         self.gathers += (seq, group, -1)
+        if state.open:
+            self.told.changed_open(seq, state, a)
+        if state.pending:
+            self.told.changed_pending(seq, state)
+        if not a:
+            if state.held_back or c or d or self.in_backward:
+                self.told.stepped_oddly(seq, state, c, d)
+            if state.flags & _ALL_SYNC != _ALL_SYNC:
+                self.told.stepped_switched(state)
 
     def flag(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         if group >= 0:
@@ -504,6 +521,7 @@ class Tracker:
             state.uses = state.paused = 0
 
 
+_ALL_SYNC = 7
 SYNC, ALL_REDUCE, RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, UNSHARD_IN_BACKWARD = 1, 2, 4, 8, 16
 """Bits of ``GroupState.flags``, in the order of :data:`fsdptrace.events.FLAGS`."""
 

@@ -42,10 +42,11 @@ class UnpairedUnshard(Rule):
     def configure(self, options: Any) -> None:
         self._stepped = False
         self._said_root = False
+        self.tracker.told.changed_open = self._changed
 
-    def param_change(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-        if a == 0 and self.tracker.groups[group].open:
-            self._look(seq, self.tracker.groups[group], "when the optimizer stepped")
+    def _changed(self, seq: int, state: GroupState, cause: int) -> None:
+        if cause == 0:
+            self._look(seq, state, "when the optimizer stepped")
 
     def optimizer_step(self, seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
         self._stepped = True  # from here on optimizers say what a step is; a boundary may cut an accumulation
