@@ -24,6 +24,23 @@ WORLD = 8
 Make = Callable[[], AbstractContextManager[Any]]
 
 
+class Table:
+    """Rows of the result, printed as they come."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def title(self, text: str) -> None:
+        print(f"\n{text}", flush=True)
+
+    def row(self, name: str, text: str, good: bool | None = None) -> None:
+        """One row; ``good`` is ``None`` where nothing is judged."""
+        mark = "" if good is None else "ok" if good else "FAILED"
+        if good is False:
+            self.failed.append(name)
+        print(f"  {name:<66} {text:<52} {mark}", flush=True)
+
+
 def header() -> str:
     """Date, GPU, driver and versions."""
     try:
@@ -41,7 +58,8 @@ def header() -> str:
 class Setting:
     """A model, its batch, and how it is measured.
 
-    ``budget`` is the ratio of step times to stay within, ``timed`` the steps of a block that count.
+    ``budget`` is the ratio of step times to stay within, ``None`` where host and device are about as slow and neither of
+    the two budgets is meant; ``timed`` the steps of a block that count.
     """
 
     title: str
@@ -49,12 +67,12 @@ class Setting:
     width: int
     dtype: torch.dtype | None
     batch: tuple[int, int]
-    budget: float
+    budget: float | None
     timed: int
 
 
 SETTINGS = {
-    "wide-4": Setting("24 layers of width 2048, bf16, 4 x 1024 tokens", 24, 2048, torch.bfloat16, (4, 1024), 1.01, 6),
+    "wide-4": Setting("24 layers of width 2048, bf16, 4 x 1024 tokens", 24, 2048, torch.bfloat16, (4, 1024), None, 6),
     "wide-16": Setting("24 layers of width 2048, bf16, 16 x 1024 tokens", 24, 2048, torch.bfloat16, (16, 1024), 1.01, 6),
     "tiny": Setting("96 tiny layers (host-bound)", 96, 32, None, (2, 8), 1.05, 4),
 }
