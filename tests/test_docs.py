@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,3 +72,20 @@ def test_the_readme_programs_run(fake_pg: Callable[..., Any], tmp_path: Path, mo
     assert (tmp_path / "traces").is_dir()
     for session in list(fsdptrace.session._sessions.values()):  # type: ignore[attr-defined]
         session.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU they would measure for minutes")
+def test_programs_for_a_gpu_say_that_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command of docs/device.md, as far as a machine without one goes: imports, options, the reason."""
+    commands = set(re.findall(r"python (benchmarks/device_\w+\.py[^`\n]*)", (ROOT / "docs" / "device.md").read_text()))
+    assert len(commands) == 4
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    for command in sorted(commands):
+        monkeypatch.setattr(sys, "argv", command.split())
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / command.split()[0]), run_name="__main__")
+        assert (ended.value.code, capsys.readouterr().err.split(":")[0]) == (2, "no GPU here")
+    for name in set(sys.modules) - before:
+        if name == "models" or name.startswith("device_"):
+            del sys.modules[name]
