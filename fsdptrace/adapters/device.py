@@ -148,7 +148,7 @@ class Timing:
             return
         self.on = self.memory_on = False
         if self._marks and not self._api.capturing():
-            last = self._record()
+            last = self._record_here()
             newest = [last, *self._newest.values()]
             self._waiting.append(
                 _Step(self._step, self._host, self._reference, self._marks, self._events, newest, last, time.monotonic())
@@ -163,9 +163,15 @@ class Timing:
         self._marks, self._events = [], []
 
     # -- marks ---------------------------------------------------------------------------------------------------------
-    def _record(self, *stream: Any) -> Any:
+    def _record(self, stream: Any) -> Any:
         event = self._pool.pop() if self._pool else self._api.event()
-        event.record(*stream)  # without a stream: on the current one, found in C++
+        event.record(stream)
+        self._events.append(event)
+        return event
+
+    def _record_here(self) -> Any:
+        event = self._pool.pop() if self._pool else self._api.event()
+        event.record()  # on the current stream, which is found in C++
         self._events.append(event)
         return event
 
@@ -180,17 +186,17 @@ class Timing:
 
     def wait(self, seq: int, gid: int, pass_: int) -> None:
         """Compute reaches the wait ``seq``."""
-        self._marks += (WAIT + PASS_UNIT * pass_, seq, gid, self._record(), None)
+        self._marks += (WAIT + PASS_UNIT * pass_, seq, gid, self._record_here(), None)
 
     def before_reduction(self) -> None:
         """A post-backward begins, in which compute may wait for an earlier reduction, if one is still running."""
-        self._reached = self._record() if self._in_flight and not self._scattered.query() else None
+        self._reached = self._record_here() if self._in_flight and not self._scattered.query() else None
 
     def after_reduction(self, comm_ctx: Any, gid: int, scatter: int, reduce: int) -> None:
         """It has ended; ``scatter`` and ``reduce`` are the ``seq`` of the reduce-scatter and the all-reduce in it, or 0."""
         if scatter:
             stream = comm_ctx.reduce_scatter_stream
-            begin, end = self._record(), self._record(stream)
+            begin, end = self._record_here(), self._record(stream)
             self._marks += (REDUCE, scatter, gid, begin, end)
             self._newest[id(stream)] = self._scattered = end
             self._in_flight.append(scatter)
@@ -225,13 +231,13 @@ class Timing:
         if self._api.capturing():
             self.drop()
             return
-        self._open[seq] = self._record()
+        self._open[seq] = self._record_here()
 
     def close(self, seq: int, code: int) -> None:
         """It ends; ``code`` is ``FORWARD`` or ``BACKWARD``."""
         begin = self._open.pop(seq, None)
         if begin is not None:
-            self._marks += (code, seq, -1, begin, self._record())
+            self._marks += (code, seq, -1, begin, self._record_here())
 
     def memory(self) -> tuple[int, int]:
         """Bytes that the allocator has given out, and bytes that it holds."""
@@ -300,33 +306,27 @@ class _Reader:
     """Turns the marks of one step into times, in the order in which they were made."""
 
     def __init__(self, step: _Step, api: Api, times: Times, late: bool) -> None:
-        self._step, self._api, self._times, self._late = step, api, times, late
-        self._rows: dict[int, list[int]] = {}
-        self._about: dict[int, tuple[int, int]] = {}  # code and group, by seq
-        self._known: dict[int, int | None] = {}
-        self._gathered: dict[int, int] = {}  # seq of the gather that a group's next wait is for
+        self._host, self._reference, self._elapsed = step.host, step.reference, api.elapsed
+        self._times, self._late = times, late
+        self._rows: dict[int, list[int]] = {}  # by seq: begin, end, exposed, code with its pass, group
+        self._gathered: dict[int, list[int]] = {}  # the row of the gather that a group's next wait is for
         self._gather_end = self._scatter_end = self._reduce_end = self._waited = step.host
 
     def at(self, event: Any) -> int | None:
         """When ``event`` completed; ``None`` if it has not."""
-        key = id(event)
-        if key not in self._known:
-            try:
-                self._known[key] = self._step.host + self._api.elapsed(self._step.reference, event)
-            except (RuntimeError, ValueError):
-                if event.query():
-                    raise
-                if not self._late:
-                    raise _Behind from None
-                self._known[key] = None
-        return self._known[key]
+        try:
+            return self._host + self._elapsed(self._reference, event)
+        except (RuntimeError, ValueError):
+            if event.query():
+                raise
+            if not self._late:
+                raise _Behind from None
+            return None
 
-    def take(self, code: int, seq: int, gid: int, one: Any, two: Any) -> None:
+    def take(self, packed: int, seq: int, gid: int, one: Any, two: Any) -> None:
         """One mark."""
         times = self._times
-        packed, code = code, code % PASS_UNIT
-        if code != REACHED:
-            self._about[seq] = packed, gid
+        code = packed % PASS_UNIT
         first = self.at(one)
         second = self.at(two) if two is not None else first
         if first is None or second is None:
@@ -334,25 +334,23 @@ class _Reader:
         elif code == GATHER:
             begin = max(first, self._gather_end)
             self._gather_end = end = max(second, begin)
-            self._rows[seq] = [begin, end, 0]
-            self._gathered[gid] = seq
+            self._rows[seq] = self._gathered[gid] = [begin, end, 0, packed, gid]
             times.gather += end - begin
         elif code == WAIT:
-            gather = self._gathered.pop(gid, 0)
-            if gather:
-                end = self._rows[gather][1]
-                exposed = max(0, end - first)
-                self._rows[gather][2] = exposed
-                self._rows[seq] = [first, max(first, end), -1]
+            row = self._gathered.pop(gid, None)
+            if row is not None:
+                end = row[1]
+                row[2] = max(0, end - first)
+                self._rows[seq] = [first, max(first, end), -1, packed, gid]
         elif code == REDUCE:
             begin = max(first, self._scatter_end)
             self._scatter_end = end = max(second, begin)
-            self._rows[seq] = [begin, end, 0]
+            self._rows[seq] = [begin, end, 0, packed, gid]
             times.reduce += end - begin
         elif code == ALL_REDUCE:
             begin = max(first, self._reduce_end)
             self._reduce_end = end = max(second, begin)
-            self._rows[seq] = [begin, end, -1]
+            self._rows[seq] = [begin, end, -1, packed, gid]
             times.reduce += end - begin
         elif code == REACHED:
             row = self._rows.get(seq)
@@ -361,17 +359,16 @@ class _Reader:
                 row[2] = max(0, row[1] - max(first, self._waited))
                 self._waited = max(self._waited, row[1])
         else:  # FORWARD, BACKWARD
-            self._rows[seq] = [first, second, -1]
+            self._rows[seq] = [first, second, -1, packed, gid]
 
     def finish(self) -> None:
         """Puts the rows into columns."""
         times = self._times
-        for seq, (begin, end, exposed) in sorted(self._rows.items()):
-            code, group = self._about[seq]
-            times.seqs.append(seq)
-            times.kinds.append(KIND_OF[code % PASS_UNIT])
-            times.passes.append(code // PASS_UNIT)
-            times.groups.append(group)
-            times.begins.append(begin)
-            times.ends.append(end)
-            times.exposed.append(exposed)
+        times.seqs = sorted(self._rows)
+        rows = [self._rows[seq] for seq in times.seqs]
+        times.begins = [row[0] for row in rows]
+        times.ends = [row[1] for row in rows]
+        times.exposed = [row[2] for row in rows]
+        times.kinds = [KIND_OF[row[3] % PASS_UNIT] for row in rows]
+        times.passes = [row[3] // PASS_UNIT for row in rows]
+        times.groups = [row[4] for row in rows]
