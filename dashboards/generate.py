@@ -219,7 +219,7 @@ def overview() -> dashboard.Dashboard:
         lines("Memory of the device's allocator", "bytes", "Most at a unit's boundary, newest timed step, by rank",
               query(f"max by (dl_rank) (fsdp_allocated_memory_peak_bytes{{{RANKS}}})", "given out, rank {{dl_rank}}"),
               query(f"max by (dl_rank) (fsdp_reserved_memory_peak_bytes{{{RANKS}}})", "held, rank {{dl_rank}}"),
-              width=24, empty=NO_DEVICE_TIMING),
+              width=24, empty=f"{NO_DEVICE_TIMING}, or on the CPU, which has none"),
     )  # fmt: skip
     row(
         board, "Findings, and the tracer itself",
