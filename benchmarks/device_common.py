@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +115,16 @@ TIMED_FULL = "recording, every step timed, all events, memory"
 
 
 def recordings(model: nn.Module, out: str) -> dict[str, Make]:
-    """Ways of recording ``model``, each made anew for each block of steps."""
+    """Ways of recording ``model``, each made anew for each block of steps; after it no thread of ours is left."""
 
     def recorded(**options: Any) -> Make:
-        return lambda: fsdptrace.record(model, out=out, **options)
+        @contextmanager
+        def recording() -> Iterator[None]:
+            with fsdptrace.record(model, out=out, **options) as rec:
+                yield
+            rec.close()
+
+        return recording
 
     return {
         "recording, no device timing": recorded(device_timing="off"),

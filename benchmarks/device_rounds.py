@@ -19,8 +19,8 @@ from device_common import UNTRACED, Make, Setting, layers, others, recordings, t
 
 WARM_UP = 4
 """Steps before those that count, in every block: in its first four a recording looks at more than later."""
-RARELY = 4
-"""Profilers and snapshots run in one round out of so many: their ratios are large."""
+SHARE = 0.75
+"""Of the time, before profilers and snapshots have their turn."""
 AGAIN = "untraced, against the others"
 
 
@@ -65,27 +65,25 @@ def block(step: Callable[[], Any], make: Make, cpu: Clock, timed: int) -> tuple[
 
 
 def rounds_of(
-    step: Callable[[], Any], variants: dict[str, Make], rare: dict[str, Make], setting: Setting, rounds: int, until: float,
-    bases: int = 3,
-) -> tuple[dict[str, Found], list[float]]:  # fmt: skip
+    step: Callable[[], Any], variants: dict[str, Make], setting: Setting, rounds: int, until: float, bases: int = 3
+) -> tuple[dict[str, Found], list[float]]:
     """What was found in up to ``rounds`` rounds, begun as long as one of them fits before ``until`` (``time.monotonic()``),
     with ``bases`` untraced blocks in each; and the step times of those, in seconds."""
     rng, cpu = random.Random(0), Clock(step)
-    found = {name: Found() for name in (UNTRACED, *variants, *rare)}
+    found = {name: Found() for name in (UNTRACED, *variants)}
     steps: list[float] = []
-    longest = {True: 0.0, False: 0.0}  # with those that run rarely, and without
+    longest = 0.0
     for number in range(rounds):
-        begin, all_of_them = time.monotonic(), number % RARELY == 0
-        if number and begin + longest[all_of_them] > until:
+        begin = time.monotonic()
+        if number and begin + longest > until:
             break
-        ways = {**variants, **(rare if all_of_them else {})}
-        names = [UNTRACED] * bases + list(ways)
+        names = [UNTRACED] * bases + list(variants)
         rng.shuffle(names)
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         gc.disable()
         try:
             for name in names:
-                wall, own, peak = block(step, ways.get(name, untraced), cpu, setting.timed)
+                wall, own, peak = block(step, variants.get(name, untraced), cpu, setting.timed)
                 took[name].append((wall, own))
                 found[name].peaks[peak] += 1
                 gc.collect()
@@ -93,10 +91,10 @@ def rounds_of(
             gc.enable()
         base, base_cpu = (statistics.median(values) for values in zip(*took[UNTRACED], strict=True))
         steps += [wall for wall, _ in took[UNTRACED]]
-        for name in ways:
+        for name in variants:
             found[name].walls.append(took[name][0][0] / base)
             found[name].cpus.append(took[name][0][1] / base_cpu)
-        longest[all_of_them] = max(longest[all_of_them], time.monotonic() - begin)
+        longest = max(longest, time.monotonic() - begin)
         print(f"round {number + 1}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     return found, steps
 
@@ -127,7 +125,9 @@ def issuing(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(setting: Setting, rounds: int, until: float, out: str) -> dict[str, Found]:
-    """One model, all ways of running it; prints what was found."""
+    """One model, all ways of running it; prints what was found. Profilers come last, in a quarter of the time: what they load
+    into the process stays there."""
+    begin = time.monotonic()
     model = layers(setting)
     step = training(model, setting)
     for _ in range(10):
@@ -138,10 +138,19 @@ def measure(setting: Setting, rounds: int, until: float, out: str) -> dict[str, 
     gc.collect()
     gc.freeze()
     try:
-        variants = {AGAIN: untraced, **recordings(model, out)}
-        found, steps = rounds_of(step, variants, others(), setting, rounds, until)
+        ways = {AGAIN: untraced, **recordings(model, out)}
+        found, steps = rounds_of(step, ways, setting, rounds, begin + SHARE * (until - begin))
+        show(found, steps, setting)
+        peers, steps = rounds_of(step, others(), setting, max(1, rounds // 4), until)
+        print("  beside what else people run, later in the same process", flush=True)
+        show(peers, steps, setting)
     finally:
         gc.unfreeze()
+    return found
+
+
+def show(found: dict[str, Found], steps: list[float], setting: Setting) -> None:
+    """Prints step times, ratios and peaks."""
     print(f"  untraced: {spread([value * 1e3 for value in steps])} ms a step, in blocks of {setting.timed}", flush=True)
     for name, one in found.items():
         if one.walls:
@@ -150,4 +159,3 @@ def measure(setting: Setting, rounds: int, until: float, out: str) -> dict[str, 
     print("  peaks of allocated memory, in so many blocks")
     for name, one in found.items():
         print(f"  {name:<62} {sizes(one.peaks)}", flush=True)
-    return found
