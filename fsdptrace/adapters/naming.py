@@ -58,12 +58,16 @@ class ModuleNames:
 def modules_of(function: Any, depth: int = _DEPTH) -> list[tuple[nn.Module, str]]:
     """The modules that ``function`` runs, as far as they can be seen from outside, each with what is to be added to its name.
 
-    A module, a bound method of one, a ``functools.partial`` of these, a function with such things in its closure: how
-    models call ``checkpoint``.
+    A module, a bound method of one, a ``functools.partial`` of these or of a method and its module, a function with such things
+    in its closure: how models call ``checkpoint``.
     """
     if isinstance(function, nn.Module):
         return [(function, "")]
     if isinstance(function, functools.partial):
+        first = function.args[0] if function.args else None
+        if isinstance(first, nn.Module) and isinstance(function.func, FunctionType):
+            # A method with its module, before it is bound: transformers 5 (modeling_layers.py) calls partial(forward, self).
+            return modules_of(MethodType(function.func, first))
         return modules_of(function.func, depth)
     if isinstance(function, MethodType):
         if isinstance(function.__self__, nn.Module):

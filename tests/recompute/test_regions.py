@@ -238,6 +238,11 @@ def by_partial(self: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(functools.partial(self.b.__call__), x, use_reentrant=False)
 
 
+def by_unbound(self: Any, x: torch.Tensor) -> torch.Tensor:
+    call = nn.Module.__call__  # not bound to its module, as transformers 5 has it (modeling_layers.py)
+    return checkpoint(functools.partial(call, self.b), x, use_reentrant=False)
+
+
 def by_custom_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     def create(module: nn.Module) -> Callable[..., Any]:
         def custom_forward(*inputs: Any) -> Any:
@@ -257,6 +262,7 @@ def by_function(self: Any, x: torch.Tensor) -> torch.Tensor:
     [
         (by_lambda, "(root) (<lambda>)"),  # what it closes over is the root, `self`
         (by_partial, "b"),
+        (by_unbound, "b"),
         (by_custom_forward, "b (custom_forward)"),
         (by_function, "tanh"),
     ],

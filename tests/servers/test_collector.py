@@ -25,7 +25,8 @@ from exporters import test_otlp_json
 from support.collector import collector, program
 from support.servers import ROOT
 
-pytestmark = [pytest.mark.servers, pytest.mark.multiprocess]
+# The first of them builds the Collector: Debian's mirror may take its time.
+pytestmark = [pytest.mark.servers, pytest.mark.multiprocess, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")
