@@ -12,7 +12,7 @@ import torch
 
 from fsdptrace import events as ev
 from fsdptrace.adapters.device import BACKWARD, FORWARD, Timing
-from fsdptrace.adapters.frames import FREED, STATE_DICT, Used, closed_use, for_certain, from_state_dict_code, says_freed, shares
+from fsdptrace.adapters.frames import Used, has_notes, look_at, shares
 from fsdptrace.adapters.state_dict import STATE_DICTS
 
 if TYPE_CHECKING:
@@ -343,19 +343,15 @@ class Context:
             if not self.owner.stop_run(fault):
                 raise
         self.owner.annotate(error, seq)
-        self.seen_noted = hasattr(error, "__notes__")  # not on Python 3.10, on frozen exceptions and those of ours
+        self.seen_noted = has_notes(error)  # not on Python 3.10, on frozen exceptions and those of ours
 
     def has_seen(self, error: BaseException) -> bool:
         """Whether ``error`` was recorded. Another one may have got the place in memory of one that is gone: it has no note."""
-        return id(error) == self.seen_exception and (not self.seen_noted or hasattr(error, "__notes__"))
+        return id(error) == self.seen_exception and (not self.seen_noted or has_notes(error))
 
     def look_at(self, error: BaseException) -> tuple[int, Used | None]:
         """What ``error`` is about (a position in :data:`~fsdptrace.events.ABOUT`), and whose parameters were used."""
-        if says_freed(error):
-            in_backward = bool(self.shared[BACKWARD_SEQ])
-            used = closed_use(error, self.units, in_backward)
-            return (FREED if used is not None or for_certain(error, in_backward) else 0), used
-        return (STATE_DICT if from_state_dict_code(error, self.units) else 0), None
+        return look_at(error, self.units, bool(self.shared[BACKWARD_SEQ]))
 
     def state_dict_failed(self, model: Any, error: BaseException) -> None:
         """``error`` leaves PyTorch's state-dict code, called for ``model``."""

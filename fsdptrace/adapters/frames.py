@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdptrace.adapters.describe import Unit
-from fsdptrace.adapters.reads import called_in, line_of, tensors_of
+from fsdptrace.adapters.reads import called_in, is_a, line_of, tensors_of, variables
 from fsdptrace.events import NONE
 from fsdptrace.model_map import clean_name
 
@@ -24,12 +27,19 @@ FREED, STATE_DICT = 1, 2  # positions in events.ABOUT
 # DTensor beside a plain tensor (torch/distributed/tensor/_dispatch.py; in C++ since 2.12).
 _MIXED = "got mixed torch.Tensor and DTensor"
 _FREED = ("storage of size 0", _MIXED, "data is not allocated")
-_ON_SHARDS = "does not have a sharding strategy"  # may be about any DTensor: only where the operands are known
+_ON_SHARDS = (  # may be about any DTensor: only where the operands are known
+    "does not have a sharding strategy", "Sharding propagation failed", "not supported for tensor subclasses",
+    "as_strided not supported with DTensor", "in-place operations that require placement changes are not supported",
+)  # fmt: skip
+# The local part of a shard where the whole was meant: only where it is an operand of the very operator that failed.
+_SHAPES = ("must match the size of tensor", "shapes cannot be multiplied", "size mismatch", "Sizes of tensors must match",
+           "Expected size for first two dimensions")  # fmt: skip
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _RECOMPUTATION = os.path.join(_TORCH, "utils", "checkpoint.py")
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # Python 3.11
 _TENSORS = (torch.Tensor, nn.Parameter)
 _MODULE_FILE = sys.modules[nn.Module.__module__].__file__
 _OPTIMIZER_FILE = sys.modules[Optimizer.__module__].__file__
@@ -58,18 +68,39 @@ class Used:
         return f"{self.module if self.hook else ''}|{'hook' if self.hook else 'function'}|{self.method} at {self.where}"
 
 
+def text_of(error: BaseException) -> str:
+    """What ``error`` says; nothing where an exception of the program cannot say it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def has_notes(error: BaseException) -> bool:
+    """Whether notes were added to ``error``."""
+    try:
+        return hasattr(error, "__notes__")
+    except Exception:  # an exception class of the user's may refuse any attribute
+        return False
+
+
+def behind(error: BaseException) -> Iterator[BaseException]:
+    """``error``, then what it was raised from or while handling (not past ``from None``), and what a group holds."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        at = waiting.pop(0)
+        if id(at) in seen:
+            continue
+        seen.add(id(at))
+        yield at
+        before = at.__cause__ if at.__cause__ is not None or at.__suppress_context__ else at.__context__
+        held = at.exceptions if is_a(at, _GROUPS) else ()  # type: ignore[attr-defined]
+        waiting += [*([] if before is None else [before]), *held]
+
+
 def source_of(error: BaseException) -> BaseException | None:
-    """The one of ``error`` and those that it was raised from (``raise ... from``) whose text is that of a use of parameters
-    that are not gathered."""
-    seen: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and not any(at is one for one in seen):
-        text = str(at)
-        if any(part in text for part in (*_FREED, _ON_SHARDS)):
-            return at
-        seen.append(at)
-        at = at.__cause__
-    return None
+    """The one of ``error`` and those :func:`behind` it whose text is that of a use of parameters that are not gathered."""
+    return next((one for one in behind(error) if any(part in text_of(one) for part in (*_FREED, *_ON_SHARDS, *_SHAPES))), None)
 
 
 def says_freed(error: BaseException) -> bool:
@@ -81,9 +112,10 @@ def for_certain(error: BaseException, in_backward: bool) -> bool:
     """Whether the text of ``error``, which :func:`says_freed`, is about parameters that are not gathered without knowing whose:
     tensors that a graph saved are plain, so that a DTensor in a backward was read by Python code, from wherever."""
     source = source_of(error)
-    if source is None or not any(part in str(source) for part in _FREED):
+    text = "" if source is None else text_of(source)
+    if source is None or not any(part in text for part in _FREED):
         return False
-    return not in_backward or _MIXED not in str(source) or _recomputes(source)
+    return not in_backward or _MIXED not in text or _recomputes(source)
 
 
 def _recomputes(error: BaseException) -> bool:
@@ -100,7 +132,8 @@ def from_state_dict_code(error: BaseException, units: list[Unit]) -> bool:
         frame = trace.tb_frame
         if _is_state_dict(frame):
             found = True
-            models += [own for name in ("model", "self") if isinstance(own := frame.f_locals.get(name), nn.Module)]
+            found_here = variables(frame)
+            models += [found_here[name] for name in ("model", "self") if is_a(found_here.get(name), nn.Module)]
         trace = trace.tb_next
     return found and (not models or any(shares(model, units) for model in models))
 
@@ -133,22 +166,31 @@ def is_running(units: list[Unit]) -> bool:
     own = {id(module) for unit in units for module in unit.modules}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if id(frame.f_locals.get("self")) in own:
+        if id(_self_of(frame)) in own:
             return True
         frame = frame.f_back
     return False
+
+
+def _self_of(frame: FrameType) -> Any:
+    return variables(frame).get("self") if "self" in _names(frame.f_code) else None
+
+
+def _names(code: CodeType) -> tuple[str, ...]:
+    return (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
 
 
 def module_of(frame: FrameType) -> nn.Module | None:
     """The module whose method ``frame`` runs, if it is one's: not a function that closes over a module's ``self``."""
     code = frame.f_code
     arguments = code.co_varnames[: code.co_argcount]
-    if "self" in arguments:
-        own = frame.f_locals.get("self")
-        return own if isinstance(own, nn.Module) else None
-    own = frame.f_locals.get(arguments[0]) if arguments else None
-    if not isinstance(own, nn.Module):
+    if not arguments:
         return None
+    own = variables(frame).get("self" if "self" in arguments else arguments[0])
+    if not is_a(own, nn.Module):
+        return None
+    if "self" in arguments:
+        return own
     methods = (vars(kind).get(code.co_name) for kind in type(own).__mro__)
     return own if any(getattr(method, "__code__", None) is code for method in methods) else None
 
@@ -156,7 +198,18 @@ def module_of(frame: FrameType) -> nn.Module | None:
 def modules_in(error: BaseException) -> list[nn.Module]:
     """The modules whose methods ``error`` came through, innermost first, where it :func:`says_freed`; else none."""
     source = source_of(error)
-    return [] if source is None else [own for frame, _ in frames_of(source) if (own := module_of(frame)) is not None]
+    if source is None or any(part in text_of(source) for part in _SHAPES):
+        return []
+    return [own for frame, _ in frames_of(source) if (own := module_of(frame)) is not None]
+
+
+def look_at(error: BaseException, units: list[Unit], in_backward: bool) -> tuple[int, Used | None]:
+    """What ``error`` is about (a position in :data:`~fsdptrace.events.ABOUT`), and whose parameters were used."""
+    if says_freed(error):
+        used = closed_use(error, units, in_backward)
+        if used is not None or for_certain(error, in_backward):
+            return FREED, used
+    return (STATE_DICT if from_state_dict_code(error, units) else 0), None
 
 
 def closed_use(error: BaseException, units: list[Unit], in_backward: bool = False) -> Used | None:
@@ -172,27 +225,39 @@ def closed_use(error: BaseException, units: list[Unit], in_backward: bool = Fals
         return None
     parts = _Parts(units)
     certain = for_certain(error, in_backward)
+    parts.shapes = any(part in text_of(source) for part in _SHAPES)
     frames = frames_of(source)
     for frame, lasti in frames:
-        if isinstance(frame.f_locals.get("self"), Optimizer) or _is_state_dict(frame):
+        if is_a(_self_of(frame), Optimizer) or _is_state_dict(frame):
             return None
         module = module_of(frame)
         if _passes_on(frame):
             continue
+        from_torch = frame.f_code.co_filename.startswith(_TORCH)
         if module is None or id(module) not in parts.names:
-            group = None if frame.f_code.co_filename.startswith(_TORCH) else parts.read(frame, lasti, None)
+            group = None if from_torch else parts.read(frame, lasti, None)
             if group is not None:
                 return _outside(group, frame, lasti, frames, parts, in_backward)
-            continue
-        used = parts.used(module, frame)
-        unit = parts.unit[id(module)]
-        closed = _closed(unit) if certain and parts.holds(module) else []
-        if closed:
-            return _through(replace(used, group=closed[0]), unit, frames, parts)
-        read = parts.read(frame, lasti, module)
-        if read is not None or parts.holds(module):
-            return None if read is None else replace(used, group=read)
+            if module is not None and _is_sharded_too(module, parts):
+                return None
+        else:
+            used = parts.used(module, frame)
+            unit = parts.unit[id(module)]
+            closed = _closed(unit) if certain and parts.holds(module) else []
+            if closed:
+                return _through(replace(used, group=closed[0]), unit, frames, parts)
+            read = parts.read(frame, lasti, module)
+            if read is not None or parts.holds(module):
+                return None if read is None else replace(used, group=read)
+        if parts.shapes and not from_torch:  # an outer expression is not what failed
+            return None
     return None
+
+
+def _is_sharded_too(module: nn.Module, parts: _Parts) -> bool:
+    """Whether ``module``, which is not the model's nor around it, has parameters of its own that may be what was used."""
+    inside = list(module.modules())
+    return any(is_a(part, FSDPModule) for part in inside) and not any(id(part) in parts.names for part in inside)
 
 
 def _outside(
@@ -207,7 +272,7 @@ def _outside(
         if outer.f_code.co_filename == _ENGINE:
             return used
         passes_on = _passes_on(outer)
-        module = outer.f_locals.get("self") if passes_on else module_of(outer)
+        module = _self_of(outer) if passes_on else module_of(outer)
         if module is None or id(module) not in parts.names:
             continue
         if passes_on and called_in(outer, at) == "hook":
@@ -242,6 +307,7 @@ class _Parts:
     """All modules of a model: ``names`` and, of each, the nearest ``unit`` around it, by id."""
 
     def __init__(self, units: list[Unit]) -> None:
+        self.shapes = False  # whether the error is about shapes alone
         self.names: dict[int, str] = {}
         self.unit: dict[int, Unit] = {}
         for unit in units:
@@ -267,9 +333,10 @@ class _Parts:
         """The closed group whose shard is an operand of the expression that ``frame`` was at; else of whose gathered copy a
         local variable, or an attribute of ``module``, is a part: by storage, so that there is no doubt. ``None`` where there
         is none, or more than one."""
-        operands = {_storage(value) for value in tensors_of(frame, lasti)}
-        kept = [*frame.f_locals.values(), *(vars(module).values() if module is not None else ())]
-        copies = operands | {_storage(value) for value in kept if type(value) in _TENSORS}
+        tensors = tensors_of(frame, lasti, exact=self.shapes)
+        operands = {_storage(value) for value in tensors if not self.shapes or not is_a(value, DTensor)}
+        kept = [*variables(frame).values(), *(vars(module).values() if module is not None else ())]
+        copies = operands | {_storage(value) for value in kept if type(value) in _TENSORS and not self.shapes}
         found = set()
         for unit in self._units:
             for number in _closed(unit) if copies else ():
@@ -281,9 +348,10 @@ class _Parts:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no storage of its own
+    local = getattr(tensor, "_local_tensor") if is_a(tensor, DTensor) else tensor  # noqa: B009  a DTensor has no storage of its own
     try:
-        return int(local.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunction():
+            return int(local.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse ones, and those of torch.func
         return -1
 

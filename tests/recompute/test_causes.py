@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def on_two_ranks(rank: int, out: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
 @pytest.mark.multiprocess
 def test_on_two_ranks(tmp_path: Path) -> None:
     for notes in run_ranks(on_two_ranks, 2, str(tmp_path), timeout=120):

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextvars
 import pickle
 import re
+import sys
 import traceback
 from typing import Any
 
@@ -344,6 +345,7 @@ def worker() -> None:
     raise raise_it
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
 def test_the_driver_sees_the_note_of_a_worker() -> None:
     with concurrent.futures.ProcessPoolExecutor(1) as pool:
         error = pool.submit(worker).exception(timeout=60)
