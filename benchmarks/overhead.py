@@ -1,16 +1,19 @@
 """What recording costs, as ratios of interleaved pairs in one run. ``make bench`` runs it; docs/overhead.md quotes it.
 
-These machines are shared and noisy: steps are compared by the CPU time of the training thread, variants take turns, and two
-ratios are printed: of the medians, and of the lower quartiles (the quieter half).
+These machines are shared and noisy: steps are compared by the CPU time of the training thread, variants have their turns in
+random order, and what is printed is the median of the rounds' ratios with their quartiles, and the ratio of the lower quartiles
+of all steps (the quieter half).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import logging
 import os
+import random
 import shutil
 import statistics
 import sys
@@ -18,17 +21,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from models import Block, TransformerBlock, blocks, fake_group, nested
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 import fsdptrace
 from fsdptrace import events as ev
+from fsdptrace.adapters.compat import GROUP_METHODS, groups_of
 from fsdptrace.adapters.context import BACKWARD_SEQ, PARENT, Context
 from fsdptrace.adapters.hooks import GroupHooks
 from fsdptrace.checks import registry
@@ -48,7 +54,7 @@ class Bench:
     def add(self, name: str, value: str, budget: str = "") -> None:
         """One line of the table."""
         self.rows.append({"what": name, "measured": value, "budget": budget})
-        print(f"{name:<74} {value:>22}  {budget}", flush=True)
+        print(f"{name:<74} {value:>28}  {budget}", flush=True)
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
@@ -58,29 +64,55 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torc
     optimizer.zero_grad()
 
 
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """CPU time of a step against untraced steps.
+
+    Attributes:
+        median, low, high: of the rounds' ratios, with their quartiles.
+        quiet: of the lower quartiles of all steps: on a shared machine the quieter half says more.
+        extra: difference of these lower quartiles, in ns.
+    """
+
+    median: float
+    low: float
+    high: float
+    quiet: float
+    extra: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]; {self.quiet:.3f}"
+
+
 def interleaved(
-    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int, warm: int = 12
-) -> dict[str, tuple[float, float, float]]:
-    """CPU time of a step per variant, over ``rounds`` rounds in which the variants take turns for ``steps`` steps each, after
-    ``warm`` steps (a recording writes its first ten with all their events). Returns per variant the ratio of medians and of
-    lower quartiles against the first one, and the difference of the lower quartiles in ns: on a shared machine the quieter half
-    says more."""
+    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int, warm: int = 4
+) -> dict[str, Ratio]:
+    """CPU time of a step per variant, over ``rounds`` rounds in which the variants have blocks of ``steps`` steps in random
+    order, after ``warm`` steps each. The first variant has two blocks a round, whose median is the round's measure."""
+    rng = random.Random(0)
+    base = next(iter(variants))
     times: dict[str, list[int]] = {name: [] for name in variants}
-    for round_number in range(rounds):
-        names = list(variants)
-        for name in names if round_number % 2 else reversed(names):
+    ratios: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        names = [base, *variants]
+        rng.shuffle(names)
+        took: dict[str, list[int]] = {name: [] for name in variants}
+        for name in names:
             with variants[name]():
                 for _ in range(warm):
                     step()
-                for _ in range(steps):
-                    times[name].append(_cpu(step))
-    base = sorted(times[next(iter(variants))])
-    middle, low = base[len(base) // 2], base[len(base) // 4]
+                took[name] += [_cpu(step) for _ in range(steps)]
+        for name, values in took.items():
+            times[name] += values
+            ratios[name].append(statistics.median(values) / statistics.median(took[base]))
+    quarter = {name: sorted(values)[len(values) // 4] for name, values in times.items()}
     out = {}
-    for name, values in times.items():
-        ordered = sorted(values)
-        quarter = ordered[len(ordered) // 4]
-        out[name] = (ordered[len(ordered) // 2] / middle, quarter / low, float(quarter - low))
+    for name, found in ratios.items():
+        ordered = sorted(found)
+        out[name] = Ratio(
+            statistics.median(ordered), ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4],
+            quarter[name] / quarter[base], float(quarter[name] - quarter[base]),
+        )  # fmt: skip
     return out
 
 
@@ -219,26 +251,57 @@ def bench_step(
     variants: dict[str, Make] = {
         "untraced": nullcontext,
         "untraced, against itself": nullcontext,
-        "recording": lambda: fsdptrace.record(model, out=out, checks=False),
-        "recording and checking": lambda: fsdptrace.record(model, out=out),
+        "bare wrappers": lambda: _bare(model),
+        # As after the first ten steps, which are written with all their events.
+        "recording": lambda: fsdptrace.record(model, out=out, checks=False, detail="summary"),
+        "recording and checking": lambda: fsdptrace.record(model, out=out, detail="summary"),
     }
     title = "24 transformer blocks" if block is TransformerBlock else "24 blocks of 4 layers"
     if checkpoint:
         title += ", checkpointed"
     bench.add(f"{title}: events per step", str(events))
-    for name, (median, low, extra) in interleaved(step, variants, rounds, 10).items():
+    for name, ratio in interleaved(step, variants, rounds, 6).items():
         if name == "untraced":
             continue
-        bench.add(f"{title}: {name}", f"{median:.3f}; {low:.3f}", "<= 1.03" if name.startswith("rec") else "1")
+        bench.add(f"{title}: {name}", str(ratio), "<= 1.03" if name.startswith("rec") else "1")
         if name.startswith("rec"):
             limit = "<= 2.2 us" if "checking" in name else "<= 1.3 us"
-            bench.add("    the difference per event", f"{extra / events / 1000:.2f} us", limit)
+            bench.add("    the difference per event", f"{ratio.extra / events / 1000:.2f} us", limit)
     if peers:
         # CommDebugMode and FSDPMemTracker do not survive a second step (torch 2.13): a fresh one for each, as for the others.
         others = {"untraced": nullcontext, **_peers(model, optimizer)}
-        for name, (median, low, _) in interleaved(step, others, rounds, 1, warm=0).items():
+        for name, ratio in interleaved(step, others, rounds // 4, 1, warm=0).items():
             if name != "untraced":
-                bench.add(f"{title}: {name}", f"{median:.2f}; {low:.2f}")
+                bench.add(f"{title}: {name}", f"{ratio.median:.2f}; {ratio.quiet:.2f}")
+
+
+@contextmanager
+def _bare(model: torch.nn.Module) -> Iterator[None]:
+    """Around the same methods, wrappers that read the clock twice and append twelve integers: the least that an event written
+    in Python can cost, for comparison."""
+    sink: list[int] = []
+    ids = itertools.count(1 << 40)
+
+    def around(function: Callable[..., Any], group: Any) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            t0, seq = time.perf_counter_ns(), next(ids)
+            result = function(group, *args)
+            sink.extend((1, seq, t0, time.perf_counter_ns(), 0, 0, 0, 0, 0, 0, 0, 0))
+            if len(sink) > 100_000:
+                sink.clear()
+            return result
+
+        return wrapper
+
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
+    names = [name for name in GROUP_METHODS if name not in ("reshard", "_prefetch_unshard")]
+    for group in groups:
+        group.__dict__.update({name: around(getattr(type(group), name), group) for name in names})
+    yield
+    for group in groups:
+        for name in names:
+            del group.__dict__[name]
 
 
 def _peers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Make]:
@@ -355,7 +418,7 @@ def bench_collections(bench: Bench, out: str) -> None:
 def main() -> None:
     """Runs all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="rounds in which the variants take turns")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds in which the variants take turns")
     parser.add_argument("--no-peers", action="store_true", help="leave torch.profiler and the others out")
     parser.add_argument("--json", help="write the table to this file as well")
     args = parser.parse_args()

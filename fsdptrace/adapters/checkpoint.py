@@ -18,16 +18,8 @@ import torch
 import torch.utils.checkpoint as module
 
 from fsdptrace.adapters.mismatches import size_of
-from fsdptrace.adapters.regions import (
-    EARLY_STOP,
-    FAILED,
-    NON_REENTRANT,
-    REENTRANT,
-    RETURNED,
-    SELECTIVE,
-    Region,
-    Regions,
-)  # fmt: skip
+from fsdptrace.adapters.region import EARLY_STOP, FAILED, NON_REENTRANT, REENTRANT, RETURNED, SELECTIVE, Region
+from fsdptrace.adapters.regions import Regions
 
 _FRAME = "_CheckpointFrame"
 _FUNCTION = "CheckpointFunction"

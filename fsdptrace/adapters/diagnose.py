@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from fsdptrace.adapters.fingerprints import Quiet, fingerprint
 from fsdptrace.adapters.group import PRE_BACKWARD_STATE, UNSHARDED
 from fsdptrace.adapters.mismatches import saved
-from fsdptrace.adapters.regions import SELECTIVE, Region
+from fsdptrace.adapters.region import SELECTIVE, Region
 from fsdptrace.model_map import show_name
 
 _NOT_THEIRS = (dirname(torch.__file__), dirname(dirname(__file__)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -33,11 +33,8 @@ from fsdptrace.adapters.fingerprints import Prints, Quiet
 from fsdptrace.adapters.fsdp import InstalledModel
 from fsdptrace.adapters.mismatches import Counter, difference, running, saved
 from fsdptrace.adapters.naming import ModuleNames, modules_of, name_of
-from fsdptrace.adapters.starts import Start, Starts
-
-NON_REENTRANT, REENTRANT, SELECTIVE = range(3)  # positions in CHECKPOINTS
-RETURNED, EARLY_STOP, FAILED = range(3)  # positions in ENDS
-COUNT, METADATA, VALUES = range(3)  # positions in MISMATCHES
+from fsdptrace.adapters.region import COUNT, METADATA, VALUES, Again, Recomputed, Region
+from fsdptrace.adapters.starts import Starts
 
 
 class Explainer(Protocol):
@@ -54,67 +51,6 @@ class Explainer(Protocol):
     def cannot_show(self, line: str) -> None:
         """Says in the file what cannot be seen."""
         ...
-
-
-class Again:
-    """One recomputation that is running or has just ended."""
-
-    __slots__ = ("by", "depth", "end", "open", "outer", "parent", "pass_", "prints", "saved", "seq", "start", "t0", "t1")
-
-    def __init__(self, seq: int, t0: int, parent: int, start: Start) -> None:
-        self.seq = seq
-        self.t0 = self.t1 = t0
-        self.parent = parent
-        self.start = start
-        self.end = RETURNED
-        self.saved = ev.NONE
-        self.outer = self.depth = self.open = 0
-        self.pass_ = ev.PASS_RECOMPUTE
-        self.by: list[str] = []
-        self.prints: Prints | None = None
-
-
-class Region:
-    """One call of a checkpointed function. Lives as long as PyTorch's own frame for it."""
-
-    __slots__ = (
-        "again", "by", "checkpoint", "group", "module", "name", "outer", "owner", "parent", "pass_", "prints", "seq", "shown",
-        "start", "t0",
-    )  # fmt: skip
-
-    def __init__(self, owner: Regions, name: str, group: int, checkpoint: int) -> None:
-        self.owner = owner
-        self.shown = name
-        self.name = owner.context.owner.text(name)
-        self.group = group
-        self.checkpoint = checkpoint
-        self.again: Again | None = None
-        self.seq = self.t0 = self.parent = self.outer = 0
-        self.pass_ = ev.PASS_FORWARD
-        self.module: weakref.ref[nn.Module] | None = None
-        self.start: Start
-        self.by: list[str] = []  # which submodule saved each tensor, where wanted
-        self.prints: Prints | None = None  # fingerprints of saved tensors, where wanted
-
-    def its_module(self) -> nn.Module | None:
-        """The module that the function belongs to."""
-        return None if self.module is None else self.module()
-
-
-class Recomputed(NamedTuple):
-    """A recomputation whose values are compared when the step ends."""
-
-    region: int
-    recompute: int
-    name: str
-    group: int
-    checkpoint: int
-    end: int
-    forward: Start
-    again: Start
-    saved: Prints | None
-    saved_again: Prints | None
-    by: list[str]
 
 
 class Regions:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import ALL_REDUCE, RESHARD_AFTER_BACKWARD, SYNC
 from fsdptrace.checks.text import count
-from fsdptrace.checks.tracker import ALL_REDUCE, RESHARD_AFTER_BACKWARD, SYNC
 
 _SWITCHES = (
     (SYNC, "set_requires_gradient_sync(False)", "their gradients were not reduced in the last backward"),

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import GroupState
 from fsdptrace.checks.text import count, size
-from fsdptrace.checks.tracker import GroupState
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import UNSHARD_IN_BACKWARD, GroupState
 from fsdptrace.checks.text import size
-from fsdptrace.checks.tracker import UNSHARD_IN_BACKWARD, GroupState, Tracker
+from fsdptrace.checks.tracker import Tracker
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 _PRE_BACKWARD = ev.TRAINING_STATES.index("pre_backward")

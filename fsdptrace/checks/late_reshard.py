@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import GroupState
 from fsdptrace.checks.text import count, size
-from fsdptrace.checks.tracker import GroupState
 
 _HIDDEN, _RAW = 2, 0  # positions in INPUT_GRAD
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.illegal_state import closed_in_use
-from fsdptrace.checks.tracker import GroupState
+from fsdptrace.checks.state import GroupState
 
 _BACKWARD_PASSES = (ev.PASS_BACKWARD, ev.PASS_RECOMPUTE)
 _FREED = ev.ABOUT.index("freed")

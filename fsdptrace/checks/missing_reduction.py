@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import SYNC, GroupState
 from fsdptrace.checks.text import count
-from fsdptrace.checks.tracker import SYNC, GroupState
 
 _CAUSES = {
     "sync": (

@@ -7,8 +7,8 @@ from typing import ClassVar
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
 from fsdptrace.checks.illegal_state import freed_in_its_backward
+from fsdptrace.checks.state import GroupState
 from fsdptrace.checks.text import size
-from fsdptrace.checks.tracker import GroupState
 from fsdptrace.model_map import show_name
 
 _FREED = ev.ABOUT.index("freed")

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from fsdptrace import events as ev
 from fsdptrace.checks.base import Rule, Violation
+from fsdptrace.checks.state import RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, GroupState
 from fsdptrace.checks.text import size
-from fsdptrace.checks.tracker import RESHARD_AFTER_BACKWARD, RESHARD_AFTER_FORWARD, GroupState
 
 _HALF_DONE = [ev.TRAINING_STATES.index(name) for name in ("forward", "pre_backward")]
 _STATE_DICT = ev.ABOUT.index("state_dict")
