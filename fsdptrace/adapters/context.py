@@ -275,6 +275,8 @@ class Context:
         shared[BACKWARD_SEQ] = 0
         shared[RECOMPUTE_DEPTH] = 0
         outer, shared[TOP], shared[PARENT] = self.backward_outer
+        if not self.backward_finished:  # no root's final callback ended it (set_is_last_backward(False)): it ends here
+            self.backward_t1 = clock()
         try:
             if self.timing is not None and self.timing.on:
                 self.timing.close(seq, BACKWARD)

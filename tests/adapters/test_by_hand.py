@@ -255,6 +255,28 @@ def test_not_the_last_backward(fake_pg: Any, record: Any) -> None:
     assert [violation.severity for violation in rec.violations] == ["info"]
 
 
+def test_a_backward_without_a_final_callback_ends_when_it_returns(fake_pg: Any, record: Any) -> None:
+    """A head that is one unit with the norm before it and is called by itself (torchtitan's chunked loss): of a grouped unit that
+    runs in part PyTorch runs no pre-backward, and so queues no final callback."""
+    mesh = fake_pg(4)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard([model[1], model[2]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.randn(4, 8)).sum().backward()
+    with record(model) as rec:
+        hidden = torch.randn(4, 8, requires_grad=True)
+        for chunk in hidden.chunk(2):
+            model[2](chunk).sum().backward()
+    events = rec.steps[0].events
+    backwards = [event for event in events if event.kind == "backward"]
+    assert [backward["finished"] for backward in backwards] == [False, False]
+    for backward in backwards:
+        inside = [event for event in events if event.parent == backward.seq]
+        assert inside
+        assert all(backward.t0 <= event.t0 <= event.t1 <= backward.t1 for event in inside)
+
+
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_state_dict_while_open(fake_pg: Any, record: Any, what: str) -> None:
     model = sharded_chain(fake_pg(4), 2, reshard_after_forward=False)
