@@ -109,7 +109,7 @@ ABOUT: Final[tuple[str, ...]] = ("", "freed", "state_dict", "all_gather", "reduc
 PARAM_FACTS: Final[tuple[str, ...]] = (
     "", "copy_in_optimizer", "outside_in_optimizer", "outside_with_gradient", "requires_grad_of_copy", "hooks_of_copy",
     "copy_written", "gradient_of_copy", "dtype", "tied", "inference_buffer", "ignored_with_gradient",
-    "outside", "ignored",
+    "outside", "ignored", "original_in_optimizer", "old_shard_in_optimizer",
 )  # fmt: skip
 #: dtype names by the number a record carries; unknown ones are 0.
 DTYPES: Final[tuple[str, ...]] = (
@@ -349,7 +349,8 @@ SPECS: Final[Mapping[int, KindSpec]] = {
         KindSpec(
             PARAM, "param", "something was seen of a single parameter that breaks a rule; never of a healthy one",
             (
-                _f("fact", "enum", "what: a gathered copy, or a parameter of no group, is held by an optimizer or got a gradient; "
+                _f("fact", "enum", "what: a gathered copy, a parameter of no group, or one that the model no longer has (of before "
+                   "fully_shard, or a shard that was replaced) is held by an optimizer or got a gradient; "
                    "a copy was changed (requires_grad, hooks, values, gradient) though FSDP2 gathers it anew; trainable "
                    "parameters of one group differ in dtype; it was tied to one in another group; its buffers were made under "
                    "inference_mode", PARAM_FACTS),

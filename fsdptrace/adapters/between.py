@@ -64,6 +64,7 @@ class Between:
         self.objects: list[Any] = []  # PyTorch's param groups, while the hooks are on
         self._nothing = (type(groups[0].group._sharded_state).SHARDED if groups else None, None)
         self.left: list[GroupBase] = []
+        self.loads = 0  # of state dicts, as far as they are recorded: one with assign=True exchanges shards
 
     def leave(self, training: bool) -> None:
         """A pass ends; in ``training``, a forward with grad or a backward."""
@@ -113,6 +114,7 @@ class Between:
     def changed(self, hooks: GroupBase, cause: int, tensors: int) -> None:
         """Records that the group's shards were written or loaded."""
         c = self._context
+        self.loads += cause == LOAD
         now = clock()
         c.emit(ev.PARAM_CHANGE, next(c.ids), now, now, hooks.id, c.parent(), cause, tensors)
 

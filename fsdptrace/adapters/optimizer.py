@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -26,12 +27,15 @@ from fsdptrace.adapters.look import count_gradients
 from fsdptrace.adapters.names import names_of
 from fsdptrace.adapters.wrap import alone, params_of
 
-_COPY, _OUTSIDE = (ev.PARAM_FACTS.index(name) for name in ("copy_in_optimizer", "outside_in_optimizer"))
+_COPY, _OUTSIDE, _ORIGINAL, _OLD_SHARD = (
+    ev.PARAM_FACTS.index(name + "_in_optimizer") for name in ("copy", "outside", "original", "old_shard")
+)
 
 
 @dataclass(slots=True)
 class Holding:
     """What one optimizer holds of one model: parameters per group, gathered copies (group, position in it), and others.
+    ``lost`` has names and bytes of those of them that the model had once: before ``fully_shard``, or as shards.
 
     ``hooked`` are the groups of which a shard has a post-accumulate-grad hook, looked at in the first steps and rarely after.
     """
@@ -42,6 +46,7 @@ class Holding:
     foreign: int
     name: int
     title: str
+    lost: dict[int, list[tuple[str, int]]]
     hooked: set[int] = field(default_factory=set)
     steps: int = 0
 
@@ -57,7 +62,9 @@ class OptimizerSteps:
     """Watches all optimizers of the process for steps that change ``models``, which are held weakly."""
 
     def __init__(self, models: Iterable[InstalledModel]) -> None:
-        self._models: weakref.WeakSet[InstalledModel] = weakref.WeakSet(models)
+        self._models: weakref.WeakSet[InstalledModel] = weakref.WeakSet()
+        # What each shard was of that there ever was, by id: a weak reference would keep Module.to() from exchanging it.
+        self._shards: dict[int, tuple[int, Any, str, int]] = {}
         self._known: weakref.WeakKeyDictionary[Optimizer, dict[int, Holding]] = weakref.WeakKeyDictionary()
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], list[tuple[int, int]]]] = (
             weakref.WeakKeyDictionary()
@@ -65,6 +72,8 @@ class OptimizerSteps:
         self._numbers = 0
         self._t0 = 0
         self._handles: list[Any] = []
+        for model in models:
+            self.add(model)
 
     def install(self) -> None:
         """Registers the global hooks."""
@@ -76,6 +85,12 @@ class OptimizerSteps:
     def add(self, model: InstalledModel) -> None:
         """Watches for steps that change ``model`` too."""
         self._models.add(model)
+        self._remember(model)
+
+    def _remember(self, model: InstalledModel) -> None:
+        for hooks in model.groups:
+            for param, info in zip(hooks.group.fsdp_params, hooks.info.params, strict=True):
+                self._shards[id(param.sharded_param)] = id(model), param._orig_size, info.name, info.bytes
 
     def remove(self) -> None:
         """Takes them away."""
@@ -142,7 +157,7 @@ class OptimizerSteps:
 
     def _record(self, optimizer: Optimizer, model: InstalledModel, t1: int) -> Holding | None:
         holding = self._holding(optimizer, model)
-        if not holding.groups and not holding.copies:
+        if not holding.groups and not holding.copies and not holding.lost:
             return None
         holding.steps += 1
         if holding.steps < 4 or not holding.steps % 128:
@@ -168,6 +183,9 @@ class OptimizerSteps:
             taken = holding.taken(hooks) if hooked else 0
             append((18, number, t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
             changed(number, group, packed, 0, tensors, unreduced, taken, 0)
+        for fact, lost in holding.lost.items() if holding.steps == 1 else ():
+            size = sum(size for _, size in lost)
+            tell(context, fact, ev.NONE, some([name for name, _ in lost]), detail=f"{len(lost)} {holding.title}", size=size)
         for group, index in holding.copies:
             model.between.tell(groups[group], _COPY, index, holding.title, seq)
         context.emit(
@@ -180,7 +198,8 @@ class OptimizerSteps:
 
     def _holding(self, optimizer: Optimizer, model: InstalledModel) -> Holding:
         lists = [group["params"] for group in optimizer.param_groups]
-        key = tuple(part for own in lists for part in (len(own), id(own[0]) if own else 0, id(own[-1]) if own else 0))
+        ends = (part for own in lists for part in (len(own), id(own[0]) if own else 0, id(own[-1]) if own else 0))
+        key = (model.between.loads, *ends)
         known = self._known.setdefault(optimizer, {})
         holding = known.get(id(model))
         if holding is not None and holding.key == key:
@@ -197,6 +216,8 @@ class OptimizerSteps:
         groups: dict[int, int] = {}
         held: list[tuple[int, int]] = []
         foreign = 0
+        lost: dict[int, list[tuple[str, int]]] = {}
+        originals = self._originals(model)
         for param in params:
             group = shards.get(id(param))
             if group is not None:
@@ -205,15 +226,37 @@ class OptimizerSteps:
                 held.append(copies[id(param)])
             else:
                 foreign += 1
+                mark = getattr(param, "_fsdp_orig_uid", None)
+                was = self._shards.get(id(param))
+                if mark in originals and param.grad is None:  # one with a gradient is used elsewhere
+                    lost.setdefault(_ORIGINAL, []).append(originals[mark])
+                elif (
+                    was is not None
+                    and was[:2] == (id(model), param.shape)
+                    and isinstance(param, DTensor)
+                    and param.grad is None
+                ):
+                    lost.setdefault(_OLD_SHARD, []).append(was[2:])
         # An optimizer has one number, whatever models it holds; one that holds nothing of them needs none.
         name = next((other.name for other in known.values() if other.name), 0)
         title = next((other.title for other in known.values() if other.title), "")
-        if not name and (groups or held):
+        if not name and (groups or held or lost):
             self._numbers += 1
             title = f"{type(optimizer).__name__}#{self._numbers}"
             name = model.context.owner.text(title)
-        made = known[id(model)] = Holding(key, groups, held, foreign, name, title)
+        made = known[id(model)] = Holding(key, groups, held, foreign, name, title, lost)
+        self._remember(model)
         return made
+
+    def _originals(self, model: InstalledModel) -> dict[Any, tuple[str, int]]:
+        """Names and bytes by the mark that ``fully_shard`` leaves on the parameter that it replaces (torch 2.13)."""
+        found: dict[Any, tuple[str, int]] = {}
+        for hooks in model.groups:
+            for param, info in zip(hooks.group.fsdp_params, hooks.info.params, strict=True):
+                mark = getattr(param, "_orig_param_uid", None)
+                if mark is not None:
+                    found[mark] = info.name, info.bytes
+        return found
 
 
 def _hooked(shard: Any) -> bool:
