@@ -207,9 +207,15 @@ def look_at(error: BaseException, units: list[Unit], in_backward: bool) -> tuple
     """What ``error`` is about (a position in :data:`~fsdptrace.events.ABOUT`), and whose parameters were used."""
     if says_freed(error):
         used = closed_use(error, units, in_backward)
-        if used is not None or for_certain(error, in_backward):
+        if used is not None or (for_certain(error, in_backward) and (in_backward or _in_a_pass(error, units))):
             return FREED, used
     return (STATE_DICT if from_state_dict_code(error, units) else 0), None
+
+
+def _in_a_pass(error: BaseException, units: list[Unit]) -> bool:
+    """Whether ``error`` came through a backward or a module of ``units``, and not out of the program's own code beside them."""
+    names, source = _Parts(units).names, source_of(error) or error
+    return any(frame.f_code.co_filename == _ENGINE or id(module_of(frame)) in names for frame, _ in frames_of(source))
 
 
 def closed_use(error: BaseException, units: list[Unit], in_backward: bool = False) -> Used | None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdptrace.adapters import reads
-from gallery.models import data, linear, shard
+from gallery.models import data, layers, linear, shard
 from gallery.test_exceptions import InBackward, notes, ordinary
 from gallery.test_outside_forward import MIXED
 from gallery.verdict import verdict
@@ -193,6 +193,21 @@ def test_from_none_is_an_error_of_its_own(fake_pg: Any, watch: Any) -> None:
     with watch(model) as rec:
         assert ordinary(notes(lambda: model(data()), ValueError)) or not rec.violations
     verdict(rec).silent()
+
+
+def test_read_by_the_program_itself(fake_pg: Any, watch: Any) -> None:
+    """A loss in code of no module reads a closed weight, before any backward: no unit has lost its pre-backward."""
+    model = layers(fake_pg(2))
+    kept: list[Any] = []
+
+    def train() -> None:
+        with watch(model) as rec:
+            kept.append(rec)
+            hidden = model(data())
+            F.linear(hidden, model[2].weight).sum().backward()
+
+    assert ordinary(notes(train)) or len(kept[0].violations) == 0
+    verdict(kept[0]).silent()
 
 
 class Mute(Exception):
