@@ -256,8 +256,8 @@ def test_not_the_last_backward(fake_pg: Any, record: Any) -> None:
 
 
 def test_a_backward_without_a_final_callback_ends_when_it_returns(fake_pg: Any, record: Any) -> None:
-    """A head that is one unit with the norm before it and is called by itself (torchtitan's chunked loss): of a grouped unit that
-    runs in part PyTorch runs no pre-backward, and so queues no final callback."""
+    """A head that is one unit with the norm before it and is called by itself (torchtitan's chunked loss): of a grouped unit
+    that runs in part PyTorch runs no pre-backward, and so queues no final callback."""
     mesh = fake_pg(4)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     fully_shard(model[0], mesh=mesh)
