@@ -63,11 +63,17 @@ CORE = [
 ranks, causes of a CheckpointError, removal without a trace, and zero code."""
 
 
+VERL = ("tensordict", "codetiming", "hydra-core", "peft", "fastapi", "uvicorn", "pyzmq", "orjson", "torchdata", "datasets")
+"""What verl's engine and worker import."""
+
+
 @nox.session
 def stacks(session: nox.Session) -> None:
     """The recipes of docs/integrations.md with the frameworks themselves: about a GB of packages."""
     session.install(*PINNED, "-e", ".[cli,test]", "accelerate", "transformers", "lightning", "ray")
     session.install(*PINNED, "wandb", "tensorboard", "mlflow-skinny", "sqlalchemy", "alembic")
+    session.install(*PINNED, "torchtitan", "triton", *VERL)
+    session.install("--no-deps", "verl")  # asks for an older transformers than the others here
     session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
 
 
@@ -98,10 +104,14 @@ def servers(session: nox.Session) -> None:
 def tests_otel(session: nox.Session, otel: str) -> None:
     """The exporters on one release of OpenTelemetry; what needs a newer one than 1.26 is skipped there."""
     wanted = ["opentelemetry-sdk", "opentelemetry-exporter-otlp"]
-    if otel != "latest":
+    extras = "cli,prometheus"
+    if otel == "latest":
+        wanted += ["opentelemetry-instrumentation", "grafana-foundation-sdk==0.0.21"]
+        extras += ",otlp-json"
+    else:
         wanted = [f"{name}=={otel}" for name in wanted]
     tools = ["torch==2.13.0", "pytest", "pytest-timeout", "psutil", "rotel", "promql-parser", "jsonschema", "pyyaml"]
-    session.install("--upgrade", *wanted, *tools, "-e", ".[cli,prometheus]")
+    session.install("--upgrade", *wanted, *tools, "-e", f".[{extras}]")
     session.run("python", "-c", "import opentelemetry.sdk.version as v; print('opentelemetry-sdk', v.__version__)")
     session.run("python", "-m", "pytest", "tests/exporters", "tests/dashboards", *session.posargs)
 

@@ -114,6 +114,32 @@ def test_lightning(callback: bool, tmp_path: Path) -> None:
             }
 
 
+def test_torchtitan(tmp_path: Path) -> None:
+    """Its own Trainer: steps of two micro-batches. Each layer is gathered for both passes of each, 4 times; norm and head are
+    one unit, and the chunked loss needs it between the passes: 6 times."""
+    pytest.importorskip("torchtitan")
+    said = start(tmp_path, "fsdptrace run --out traces -- torchrun --nproc-per-node=2 titan_on_cpu.py")
+    assert "Training completed" in said
+    assert "fsdptrace: 2 FSDP2 models in 2 of " in said
+    assert " 8 steps; no errors or warnings; files in " in said
+    for trace in traces(tmp_path):
+        assert gathers(trace, 1) == {"tok_embeddings": 4, **{f"layers.{i}": 4 for i in range(6)}, "norm": 6}
+
+
+def test_verl(tmp_path: Path) -> None:
+    """Its own TrainingWorker and FSDP2 engine: steps of two micro-batches, each unit gathered for both passes of each, reduced
+    once: the engine holds gradients back until the last micro-batch."""
+    pytest.importorskip("ray")
+    pytest.importorskip("verl")
+    assert "trained 4 steps" in start(tmp_path, "python train_verl.py --out traces")
+    units = {"": 4, "model.embed_tokens": 4, **{f"model.layers.{i}": 4 for i in range(3)}, "lm_head": 4}
+    for trace in traces(tmp_path):
+        assert trace.header["local_rank"] == 0
+        assert gathers(trace, 1) == units
+        reduced = [event for event in trace.events if (event.kind, event.step) == ("reduce_scatter", 1)]
+        assert len(reduced) == len(units)
+
+
 def test_ray(tmp_path: Path) -> None:
     """Three models in each actor, of which two train; LOCAL_RANK is 0 in both, ranks are told apart all the same."""
     pytest.importorskip("ray")
