@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import shutil
 import statistics
 import sys
@@ -21,28 +20,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from models import Block, TransformerBlock, blocks, fake_group, nested
+from tight import tight_loop
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from turns import Make, interleaved, train_step
 
 import fsdptrace
 from fsdptrace import events as ev
 from fsdptrace.adapters.compat import GROUP_METHODS, groups_of
-from fsdptrace.adapters.context import BACKWARD_SEQ, PARENT, Context
-from fsdptrace.adapters.hooks import GroupHooks
-from fsdptrace.checks import registry
-from fsdptrace.checks.engine import Engine
-from fsdptrace.model_map import GroupInfo, ModelMap, UnitInfo
-from fsdptrace.ring import Ring
-
-Make = Callable[[], AbstractContextManager[Any]]
 
 
 class Bench:
@@ -55,167 +44,6 @@ class Bench:
         """One line of the table."""
         self.rows.append({"what": name, "measured": value, "budget": budget})
         print(f"{name:<74} {value:>28}  {budget}", flush=True)
-
-
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    """One ordinary step."""
-    model(x).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """CPU time of a step against untraced steps.
-
-    Attributes:
-        median, low, high: of the rounds' ratios, with their quartiles.
-        quiet: of the lower quartiles of all steps: on a shared machine the quieter half says more.
-        extra: difference of these lower quartiles, in ns.
-    """
-
-    median: float
-    low: float
-    high: float
-    quiet: float
-    extra: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]; {self.quiet:.3f}"
-
-
-def interleaved(
-    step: Callable[[], None], variants: dict[str, Make], rounds: int, steps: int, warm: int = 4
-) -> dict[str, Ratio]:
-    """CPU time of a step per variant, over ``rounds`` rounds in which the variants have blocks of ``steps`` steps in random
-    order, after ``warm`` steps each. The first variant has two blocks a round, whose median is the round's measure."""
-    rng = random.Random(0)
-    base = next(iter(variants))
-    times: dict[str, list[int]] = {name: [] for name in variants}
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        names = [base, *variants]
-        rng.shuffle(names)
-        took: dict[str, list[int]] = {name: [] for name in variants}
-        for name in names:
-            with variants[name]():
-                for _ in range(warm):
-                    step()
-                took[name] += [_cpu(step) for _ in range(steps)]
-        for name, values in took.items():
-            times[name] += values
-            ratios[name].append(statistics.median(values) / statistics.median(took[base]))
-    quarter = {name: sorted(values)[len(values) // 4] for name, values in times.items()}
-    out = {}
-    for name, found in ratios.items():
-        ordered = sorted(found)
-        out[name] = Ratio(
-            statistics.median(ordered), ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4],
-            quarter[name] / quarter[base], float(quarter[name] - quarter[base]),
-        )  # fmt: skip
-    return out
-
-
-def _cpu(run: Callable[[], None]) -> int:
-    # The training thread's own CPU time: the drain thread's is reported apart.
-    start = time.thread_time_ns()
-    run()
-    return time.thread_time_ns() - start
-
-
-class _Stub:
-    """Has the surface of an FSDPParamGroup that hooks touch, and does nothing: what is left is the hook's own cost."""
-
-    def __init__(self) -> None:
-        self._sharded_state = ShardedState.SHARDED
-        self._training_state = TrainingState.FORWARD
-        self._all_gather_result: Any = None
-        self.fsdp_params: list[Any] = []
-        self.reduce_grads = self.all_reduce_grads = self.reshard_after_backward = self.unshard_in_backward = True
-        self.post_forward_mesh_info = object()
-        self.result = SimpleNamespace(all_gather_input_split_sizes=[1], all_gather_output=torch.empty(64))
-
-    def unshard(self, async_op: bool = False) -> None:
-        self._all_gather_result = self.result
-
-    def wait_for_unshard(self) -> None:
-        self._all_gather_result = None
-
-    def reshard(self) -> None: ...
-    def _to_sharded(self) -> None: ...
-    def _to_sharded_post_forward(self) -> None: ...
-    def use_training_state(self, training_state: Any) -> Any: ...
-    def _prefetch_unshard(self, target: Any, pass_type: str) -> None: ...
-    def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
-        return args, kwargs
-
-    def post_forward(self, module: Any, input: Any, output: Any) -> Any: ...
-    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None: ...
-    def post_backward(self, *unused: Any) -> None: ...
-    def finalize_backward(self) -> None: ...
-
-
-def tight_loop(with_checks: bool) -> dict[str, float]:
-    """Nanoseconds per event by kind, hook minus bare call, in a loop with warm caches."""
-    info = GroupInfo(
-        0, "a", 0, ("a",), (), 1, 256, 64, "float32", "float32", 4, 4, 1, {"0": 4}, True, True, 1, False
-    )  # fmt: skip
-    model_map = ModelMap(0, "M", (UnitInfo(0, "a", ("a",), (0,), True),), (info,))
-    rules = registry.select(None) if with_checks else ()
-    engine = Engine(model_map, rules, lambda violation: None)
-    ring = Ring()
-    owner = SimpleNamespace(before_collective=None, announce=lambda m: None, stop_run=lambda e: True, fault=lambda e: None)
-    if not with_checks:
-        engine.handler = lambda kind: _nothing  # type: ignore[method-assign]
-    context = Context(0, ring.append, iter(range(1 << 40)), engine, owner, {})  # type: ignore[arg-type]
-    stub = _Stub()
-    hooks = GroupHooks(context, stub, info)
-    context.shared[BACKWARD_SEQ] = context.shared[PARENT] = 1  # inside a hook of a backward
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    for name, args in (
-        ("unshard", ()),
-        ("wait_for_unshard", ()),
-        ("_to_sharded", ()),
-        ("pre_forward", (None, (), {})),
-        ("post_forward", (None, None, None)),
-        ("pre_backward", (True,)),
-        ("post_backward", ()),
-    ):
-        calls[name] = (_call(hooks.wrappers[name], args), _call(getattr(stub, name), args))
-    out = {}
-    for name, (hooked, bare) in calls.items():
-
-        def prepare(name: str = name) -> None:
-            stub._sharded_state = ShardedState.UNSHARDED if name == "_to_sharded" else ShardedState.SHARDED
-            stub._all_gather_result = stub.result if name == "wait_for_unshard" else None
-            engine.tracker.groups[0].open = True
-
-        out[name] = _loop(hooked, prepare, ring) - _loop(bare, prepare, ring)
-    return out
-
-
-def _nothing(seq: int, group: int, context: int, a: int, b: int, c: int, d: int, e: int) -> None:
-    pass
-
-
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-    return lambda: function(*args)
-
-
-def _loop(call: Callable[[], Any], prepare: Callable[[], None], ring: Ring) -> float:
-    best = float("inf")
-    for _ in range(25):
-        start = time.perf_counter_ns()
-        for _ in range(400):
-            prepare()
-            call()
-        used = time.perf_counter_ns() - start
-        start = time.perf_counter_ns()
-        for _ in range(400):
-            prepare()
-        best = min(best, (used - (time.perf_counter_ns() - start)) / 400)
-        ring.clear()
-    return best
 
 
 def bench_tight(bench: Bench) -> None:

@@ -12,8 +12,8 @@ import torch
 import torch.nn as nn
 import torch.utils.checkpoint as pytorch
 from models import Block, TransformerBlock, fake_group
-from overhead import interleaved, train_step
 from torch.distributed.fsdp import fully_shard
+from turns import interleaved, train_step
 
 import fsdptrace
 

@@ -146,9 +146,8 @@ class Context:
         self.backward_finished = False
         self.roots: list[Any] = []
         self.numbers: dict[int, int] = {}  # number of a group by its id(), while the hooks hold it
-        self.polled: list[Any] | None = (
-            None  # the switches of all groups when they were polled, unless one was seen to change since
-        )
+        # The switches of all groups when they were polled; None once one was seen to change since.
+        self.polled: list[Any] | None = None
         self.seen_exception, self.seen_noted = 0, False
         self.units: list[Any] = []  # of the installed model, with PyTorch's own objects
         self.watch_parts: Callable[[bool], None] = _no_parts

@@ -58,7 +58,12 @@ class InstalledModel:
         self.between = context.between = Between(context, self.groups)
         self.facts = context.facts = Facts(context, self.groups, self._described)
         self.installed = False
-        self._objects: list[Any] = []  # PyTorch's param groups, while the hooks are on
+        # What each parameter's shard is of: this model, the parameter's shape, name and bytes. In the order of the groups.
+        self.shards_of = [
+            (id(self), param._orig_size, info.name, info.bytes)
+            for hooks in self.groups
+            for param, info in zip(hooks.group.fsdp_params, hooks.info.params, strict=True)
+        ]
         self._units = [self._prepare(unit) for unit in self.units]
         self._parts = PartHooks(((unit.modules, unit.groups) for unit in self.units), self.part_failed)
         self._classes = {type(hooks.group) for hooks in self.groups}
@@ -79,7 +84,7 @@ class InstalledModel:
             return
         self.context.reset()
         self.context.numbers.update((id(hooks.group), hooks.id) for hooks in self.groups)
-        self._objects = self.between.objects = [hooks.group for hooks in self.groups]
+        self.between.objects = [hooks.group for hooks in self.groups]
         self.context.polled = None
         for hooks in self.groups:
             put_over(hooks.group.__dict__, hooks.wrappers, hooks.others)
@@ -109,7 +114,7 @@ class InstalledModel:
         """Drops every strong reference to the model; :meth:`take_hold` gets them back as long as it lives."""
         self.remove()
         self.context.roots = []
-        self._objects = self.between.objects = []
+        self.between.objects = []
         self.context.numbers.clear()
         for hooks in self.groups:
             hooks.let_go()
@@ -150,7 +155,7 @@ class InstalledModel:
     def poll_flags(self, groups: Iterable[int] | None = None) -> None:
         """Records switches of ``groups`` (of all, if not given) that were changed since they were last seen; called when an
         optimizer steps and at a step."""
-        now = list(map(all_switches_of, self._objects))
+        now = list(map(all_switches_of, self.between.objects))
         if now == self.context.polled:
             return
         for hooks in self.groups if groups is None else [self.groups[group] for group in groups]:
@@ -319,7 +324,6 @@ class InstalledModel:
         c = self.context
         shared = c.shared
         source = unit.info.groups[0] if unit.info.groups else ev.NONE
-        reference, others = orig.state, orig.others
 
         def _pre_backward(grad: Any) -> Any:
             if not self.installed:  # a tensor of a recording that has ended
@@ -327,10 +331,7 @@ class InstalledModel:
             if not shared[BACKWARD_SEQ]:
                 c.open_backward()
             shared[SOURCE] = source
-            state = reference()
-            if state is None or others:
-                return orig(grad)
-            return type(state)._pre_backward(state, grad)  # as Original has it, without its calls
+            return orig(grad)
 
         return _pre_backward
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -30,6 +32,7 @@ from fsdptrace.adapters.wrap import alone, params_of
 _COPY, _OUTSIDE, _ORIGINAL, _OLD_SHARD = (
     ev.PARAM_FACTS.index(name + "_in_optimizer") for name in ("copy", "outside", "original", "old_shard")
 )
+_shard_of = attrgetter("sharded_param")
 
 
 @dataclass(slots=True)
@@ -88,9 +91,9 @@ class OptimizerSteps:
         self._remember(model)
 
     def _remember(self, model: InstalledModel) -> None:
-        for hooks in model.groups:
-            for param, info in zip(hooks.group.fsdp_params, hooks.info.params, strict=True):
-                self._shards[id(param.sharded_param)] = id(model), param._orig_size, info.name, info.bytes
+        # Whenever a recording begins, for every parameter: no bytecode of ours for each.
+        params = chain.from_iterable(hooks.group.fsdp_params for hooks in model.groups)
+        self._shards.update(zip(map(id, map(_shard_of, params)), model.shards_of, strict=True))
 
     def remove(self) -> None:
         """Takes them away."""
@@ -171,7 +174,7 @@ class OptimizerSteps:
         seq = next(context.ids)
         # Changes first: what reads the step wants to know what it changed.
         packed, changed = shared[CONTEXT], context.on[ev.PARAM_CHANGE]
-        append, ids, t0, hooked = context.append, context.ids, self._t0, holding.hooked
+        kind, append, ids, t0, hooked = ev.PARAM_CHANGE, context.append, context.ids, self._t0, holding.hooked
         for group, tensors in holding.groups.items():
             number = next(ids)
             hooks = groups[group]
@@ -181,7 +184,7 @@ class OptimizerSteps:
             if hooks.left is not None:
                 model.between.stepped(hooks)
             taken = holding.taken(hooks) if hooked else 0
-            append((18, number, t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
+            append((kind, number, t0, t1, group, seq, packed, 0, tensors, unreduced, taken, 0))
             changed(number, group, packed, 0, tensors, unreduced, taken, 0)
         for fact, lost in holding.lost.items() if holding.steps == 1 else ():
             size = sum(size for _, size in lost)

@@ -64,9 +64,8 @@ class PartHooks:
         self.on = on
         if _running or _waiting:
             _later(self._settle)
-            return
-        # Twice a step for every part: no bytecode of ours for each.
-        _run(map(setitem, self._dicts, repeat(self._id), repeat(self._hook)) if on else map(self._pop, self._dicts))
+        else:
+            self._settle()
 
     def take_off(self) -> None:
         """Removes everything."""
@@ -77,11 +76,8 @@ class PartHooks:
             self._dicts = []
 
     def _settle(self) -> None:
-        for hooks in self._dicts:
-            if self.on:
-                hooks[self._id] = self._hook
-            else:
-                hooks.pop(self._id, None)
+        # Twice a step for every part: no bytecode of ours for each.
+        _run(map(setitem, self._dicts, repeat(self._id), repeat(self._hook)) if self.on else map(self._pop, self._dicts))
 
     def _alive(self) -> list[nn.Module]:
         return [part for reference in self._parts if (part := reference()) is not None]

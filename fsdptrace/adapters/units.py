@@ -101,26 +101,28 @@ class Original:
     Holds the state weakly, since tensors hold our wrappers and with them this.
     """
 
-    __slots__ = ("_name", "others", "state")
+    __slots__ = ("_name", "_others", "_state")
 
     def __init__(self, state: Any, name: str, others: dict[str, Any]) -> None:
-        self.state = ref(state)
+        self._state = ref(state)
         self._name = name
-        self.others = others
+        self._others = others
 
     def __call__(self, *args: Any) -> Any:
         """While ours is in its place."""
-        own = self.others.get(self._name)
-        return self._class(*args) if own is None else own(*args)
+        if self._others and (own := self._others.get(self._name)) is not None:
+            return own(*args)
+        state = self._state()  # as _class() has it, without the call: a unit's every backward comes here
+        return self._class(*args) if state is None else getattr(type(state), self._name)(state, *args)
 
     def later(self, *args: Any) -> Any:
         """When ours has been taken back, and only a tensor of that time still calls it."""
-        state = self.state()
+        state = self._state()
         own = None if state is None else state.__dict__.get(self._name)
         return self._class(*args) if own is None else own(*args)
 
     def _class(self, *args: Any) -> Any:
-        state = self.state()
+        state = self._state()
         if state is None:
             return args[0] if args else None
         return getattr(type(state), self._name)(state, *args)
